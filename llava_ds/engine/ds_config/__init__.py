@@ -1,1 +1,1 @@
-"""The DeepSpeed JSON as a contract: every "auto" filled from the flags, every conflict reported together."""
+"""Resolve the DeepSpeed JSON: fill every "auto" from the flags, and report all conflicts together."""

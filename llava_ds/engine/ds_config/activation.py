@@ -1,4 +1,4 @@
-"""activation_checkpointing of the JSON, and the flags of the same meaning."""
+"""The JSON's activation_checkpointing, and the equivalent flags."""
 
 from llava_ds.engine.ds_config.draft import Draft
 
@@ -7,9 +7,9 @@ SWITCHES = ("partition_activations", "contiguous_memory_optimization", "cpu_chec
 
 
 def resolve_activation_checkpointing(draft: Draft) -> None:
-    """Set --gradient_checkpointing by a section that switches something on; refuse flags that contradict it.
+    """Set --gradient_checkpointing if the section switches something on; refuse flags that contradict it.
 
-    A section with all switches off and no number, as in templates, changes nothing.
+    A section with all switches off and without a number, as in templates, changes nothing.
     """
     args = draft.args
     number = draft.get(f"{SECTION}.number_checkpoints")
@@ -18,7 +18,7 @@ def resolve_activation_checkpointing(draft: Draft) -> None:
             if not draft.get(f"{SECTION}.{needed}"):
                 draft.refuse(
                     f"{SECTION}.contiguous_memory_optimization is true in the DeepSpeed JSON without {needed}: write "
-                    f"{needed} too, for DeepSpeed makes one buffer for that many partitioned inputs of layers"
+                    f"{needed} as well, because DeepSpeed makes one buffer for that many partitioned inputs of layers"
                 )
     if (switch := switched_on(draft.config)) is None:
         if "gradient_checkpointing_every_n_layers" in args.given and args.training.gradient_checkpointing != "all":
@@ -42,6 +42,6 @@ def resolve_activation_checkpointing(draft: Draft) -> None:
 
 
 def switched_on(config: dict) -> str | None:
-    """The first key by which the section switches checkpointing on; None if none does."""
+    """Return the first key that switches checkpointing on, or None."""
     section = config.get(SECTION, {})
     return next((key for key in (*SWITCHES, "number_checkpoints") if section.get(key)), None)

@@ -15,7 +15,7 @@ KEYS = {
 
 
 def resolve_batch(draft: Draft) -> None:
-    """Fill the three batch keys, and the flags of the same meaning, from whichever of them are given."""
+    """Fill the three batch keys and the equivalent flags from the given ones."""
     draft.ruled.update(KEYS)
     fixed = _fixed(draft)
     if fixed is None:
@@ -24,7 +24,7 @@ def resolve_batch(draft: Draft) -> None:
     flags = args.as_dict()
     total = fixed.get("train_batch_size", flags["train_batch_size"])
     if "train_batch_size" not in fixed and {"per_device_train_batch_size", "gradient_accumulation_steps"} <= set(fixed):
-        total = None  # the user's two numbers win over a default total
+        total = None  # the user's two numbers override a default total
     micro = fixed.get("per_device_train_batch_size", flags["per_device_train_batch_size"])
     accumulation = fixed.get("gradient_accumulation_steps")
     why = "--per_device_train_batch_size", "--gradient_accumulation_steps"
@@ -39,23 +39,23 @@ def resolve_batch(draft: Draft) -> None:
             below, above = total - rest, total - rest + dp
             nearest = f"{below} or {above}" if below else f"{above}"
             draft.refuse(
-                f"train_batch_size is {total}, which {dp} ranks can't share evenly: give {nearest}, or start "
+                f"train_batch_size is {total}, but {dp} ranks can't share it evenly: give {nearest}, or start "
                 "another number of ranks"
             )
             return
         if accumulation is None and isinstance(draft.get("train_micro_batch_size_per_gpu"), int):
             accumulation = max(1, share // micro)
-            why = (why[0], "what is left to reach the total")
+            why = (why[0], "remaining factor of the total")
         elif accumulation is None:
             # per_device_train_batch_size bounds the micro-batch: take the largest divisor of the share within it.
             micro = _largest_divisor(share, micro)
             accumulation = share // micro
-            why = (f"largest within --per_device_train_batch_size that divides {share}", "what is left to reach it")
+            why = (f"largest within --per_device_train_batch_size that divides {share}", "remaining factor of it")
         elif "per_device_train_batch_size" not in fixed and share % accumulation == 0:
             micro = share // accumulation
         if micro * accumulation * dp != total and "gradient_accumulation_steps" not in fixed:
             draft.refuse(
-                f"train_batch_size is {total}, to which micro-batches of {micro} on {dp} ranks do not add up: "
+                f"train_batch_size is {total}, but micro-batches of {micro} on {dp} ranks do not add up to it: "
                 f'give a multiple of {micro * dp}, or write "auto" for train_micro_batch_size_per_gpu'
             )
         elif micro * accumulation * dp != total:
@@ -72,7 +72,7 @@ def resolve_batch(draft: Draft) -> None:
 
 
 def _fixed(draft: Draft) -> dict[str, int] | None:
-    """The sizes that the JSON or the user gives, by flag; None after refusing a contradiction."""
+    """Return the sizes given in the JSON or by the user, by flag; None after refusing a contradiction."""
     fixed: dict[str, int] = {}
     flags, problems = draft.args.as_dict(), len(draft.problems)
     for key, flag in KEYS.items():
@@ -95,6 +95,6 @@ def _fixed(draft: Draft) -> dict[str, int] | None:
 
 
 def _largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of a number that is at most most."""
+    """Return the largest divisor of number up to most."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return max(divisor for each in small for divisor in (each, number // each) if divisor <= most)

@@ -15,7 +15,7 @@ LONGEST_VALUE = 80  # characters of a value in a message
 
 @dataclass
 class Draft:
-    """The state of resolve_ds_config, which its parts fill in one after the other.
+    """The state of resolve_ds_config; its parts fill it in, one after the other.
 
     config: a copy of the JSON; args: the flags, completed by values of the JSON that no flag contradicts. Keys are
     dotted paths. Every filled value has a reason; problems are collected, not raised.
@@ -26,18 +26,18 @@ class Draft:
     dp: int
     hidden_size: int
     device_type: str
-    is_local: bool  # this machine will train, and has to have what that needs
+    is_local: bool  # this machine will train, so it needs the packages and compilers
     reasons: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     ruled: set[str] = field(default_factory=set)  # keys that have a rule for "auto"
-    wrong: set[str] = field(default_factory=set)  # keys that were refused by the schema
+    wrong: set[str] = field(default_factory=set)  # keys that the schema refused
 
     def get(self, key: str) -> object:
-        """The value at a dotted key; None where there is none."""
+        """Return the value at a dotted key, or None."""
         return value_at(self.config, key)
 
     def fill(self, key: str, value: object, why: str) -> None:
-        """Write a value that the JSON leaves open."""
+        """Write a value that the JSON leaves open, with its reason."""
         *path, last = key.split(".")
         place = self.config
         for part in path:
@@ -47,7 +47,7 @@ class Draft:
         self.ruled.add(key)
 
     def refuse(self, problem: str) -> None:
-        """Note a problem: where, what was found, what to do."""
+        """Record a problem. It says where it is, the value found, and the remedy."""
         if problem not in self.problems:
             self.problems.append(problem)
 
@@ -56,11 +56,11 @@ class Draft:
         return self.get(key) in (None, AUTO)
 
     def agree(self, key: str, *flags: str) -> object:
-        """Return one value for a JSON key and the flags of the same meaning; several flags stand for a list.
+        """Return one value for a JSON key and the equivalent flags; several flags make a list.
 
-        Where the JSON leaves it open it is the flags' value, else the JSON's, which the flags then take. Refuses a
-        value that is no number from 0 (no boolean, where the flag is one), and one that contradicts a flag that the
-        user gave.
+        If the JSON leaves it open, returns the flags' value, otherwise the JSON's and sets the flags to it. Refuses a
+        value that is not a number from 0 (a boolean for a boolean flag), and one that contradicts a flag that the user
+        gave.
         """
         self.ruled.add(key)
         values = [self.args.as_dict()[flag] for flag in flags]
@@ -91,12 +91,12 @@ class Draft:
 
 
 def is_number(value: object) -> bool:
-    """True for a number from 0 that a float can hold, and no boolean."""
+    """True for a number from 0 that a float can hold, False for booleans."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def value_at(config: dict, key: str) -> object:
-    """The value at a dotted key of nested dicts; None where there is none."""
+    """Return the value at a dotted key of nested dicts, or None."""
     value: object = config
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
@@ -106,18 +106,18 @@ def value_at(config: dict, key: str) -> object:
 
 
 def as_json(value: object) -> str:
-    """A value as the user writes it, or its beginning."""
+    """Write a value as JSON, shortened."""
     text = json.dumps(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} ..."
 
 
 def size_shown(value: object) -> object:
-    """A size as a message repeats it: what was written, if it can be one."""
+    """Return the given size for a message; "N" if it is not a valid size."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else "N"
 
 
 def trial_error(run: Callable[[], object]) -> str | None:
-    """The error of building something with the JSON's values; None if there is none. Warnings are not shown."""
+    """Return the error of building something with the JSON's values, or None. Hides warnings."""
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -133,7 +133,7 @@ def trial_error(run: Callable[[], object]) -> str | None:
 
 
 def open_keys(config: dict, prefix: str = "") -> list[str]:
-    """The dotted keys whose value is still "auto"."""
+    """Return the dotted keys whose value is still "auto"."""
     found = []
     for key, value in config.items():
         if isinstance(value, dict):

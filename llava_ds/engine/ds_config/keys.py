@@ -1,6 +1,6 @@
-"""Checks of a DeepSpeed JSON's keys: known, supported by this trainer, and of the right kind.
+"""Check the keys of a DeepSpeed JSON: known, supported by this trainer, and of the right kind.
 
-DeepSpeed 0.19 silently ignores unknown keys at the top, and takes "false" for true where it validates nothing.
+DeepSpeed 0.19 silently ignores unknown top-level keys, and reads "false" as true in fields that it does not validate.
 """
 
 import enum
@@ -15,7 +15,7 @@ from llava_ds.engine.ds_config.schema import DeepSpeedJson, fields_of, options, 
 from llava_ds.extensions.active import flags_class, own_keys
 from llava_ds.extensions.table import EXTENSIONS
 
-# Removed in DeepSpeed 0.19, and what to use. Older guides and configurations still have them.
+# Keys removed in DeepSpeed 0.19, with their replacement. Older guides and configurations still have them.
 REMOVED = {
     "amp": "write bf16 or fp16, or torch_autocast",
     "compression_training": "remove it: the model would train uncompressed",
@@ -23,7 +23,7 @@ REMOVED = {
     "eigenvalue": "remove it",
     "elasticity": "write the three batch sizes, or \"auto\"; the samples of a step stay the same on any number of GPUs "
     "with --train_batch_size",
-    "graph_harvesting": "remove it; torch.compile takes its place",
+    "graph_harvesting": "remove it; torch.compile replaces it",
     "nebula": "remove it: checkpoints go to --output_dir",
     "progressive_layer_drop": "remove it",
     "quantize_training": "remove it",
@@ -31,11 +31,11 @@ REMOVED = {
     "sparse_gradients": "remove it",
     "zero_optimization.mics_hierarchical_params_gather": "remove it; zero_hpz_partition_size keeps parameters within "
     "a node",
-    "zero_optimization.mics_shard_size": "write zero_hpz_partition_size, which shards parameters within a node",
-    "zero_optimization.zeropp_loco_param": "remove it: zero_quantized_gradients goes without",
+    "zero_optimization.mics_shard_size": "write zero_hpz_partition_size: it shards parameters within a node",
+    "zero_optimization.zeropp_loco_param": "remove it: zero_quantized_gradients works without it",
 }  # fmt: skip
 
-# Old spellings, and what to write.
+# Old spellings, with the new ones.
 RENAMED = {
     "bfloat16": "bf16",
     "aio.thread_count": "intra_op_parallelism",
@@ -43,7 +43,7 @@ RENAMED = {
     "zero_optimization.cpu_offload": '"offload_optimizer": {"device": "cpu"}',
     "zero_optimization.cpu_offload_param": '"offload_param": {"device": "cpu"}',
     "zero_optimization.cpu_offload_use_pin_memory": "pin_memory in offload_optimizer and offload_param",
-    "zero_optimization.find_unused_parameters": "ignore_unused_parameters, which means the same",
+    "zero_optimization.find_unused_parameters": "ignore_unused_parameters (the same meaning)",
     "zero_optimization.gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
     "allgather_size": "allgather_bucket_size in zero_optimization",
@@ -55,22 +55,22 @@ RENAMED = {
     "gradient_accumulation_dtype": '"data_types": {"grad_accum_dtype": "fp32"}',
 }
 
-# Other trainers' names of an axis' size.
+# Other trainers' names for the size of an axis.
 _RANKS = ("dp", "dp_size", "data_parallel_size", "world_size", "num_gpus", "num_ranks")
 
-# Features that this trainer doesn't have, by key, with the values that don't ask for them.
+# Features that this trainer doesn't have, by key, with the values that leave them off.
 UNSUPPORTED = {
-    "checkpoint.load_universal": ((False,), "checkpoints are taken up by --resume"),
-    "checkpoint.use_node_local_storage": ((False,), "checkpoints are written to --output_dir, which nodes share"),
-    "checkpoint.writer": ((), "checkpoints are written and hashed before training goes on"),
+    "checkpoint.load_universal": ((False,), "--resume loads checkpoints"),
+    "checkpoint.use_node_local_storage": ((False,), "all nodes write checkpoints to the same --output_dir"),
+    "checkpoint.writer": ((), "checkpoints are written and hashed before training continues"),
     "checkpoint.parallel_write.pipeline_stage": ((False,), "each stage has its own files already"),
-    "gradient_allreduce_op": (("mean",), "the loss is divided by the tokens of all ranks, which takes their mean"),
+    "gradient_allreduce_op": (("mean",), "the loss is divided by the tokens of all ranks and needs their mean"),
     "managed_gradient_accumulation": ((True,), "the loop steps the engine after every micro-batch"),
-    "use_data_before_expert_parallelism": ((False,), "the ranks that share experts are always beside each other"),
-    # Other trainers' names, which DeepSpeed would ignore.
+    "use_data_before_expert_parallelism": ((False,), "the ranks that share experts are always consecutive"),
+    # Other trainers' names. DeepSpeed would ignore them.
     **{name: ((), "it follows from the ranks that are started and from the other axes") for name in _RANKS},
     **{
-        name: ((), 'write "bf16": {{"enabled": true}}, or "fp16" in its place, or neither for fp32')
+        name: ((), 'write "bf16": {{"enabled": true}}, or "fp16" instead, or omit both for fp32')
         for name in ("dtype", "torch_dtype", "param_dtype", "precision", "mixed_precision")
     },
     "fp8": ((), "weights train in the precision of bf16, fp16 or fp32"),
@@ -81,21 +81,21 @@ UNSUPPORTED = {
     "zero": ((), "write zero_optimization, an object with stage"),
     **{name: ((), "write it into params of optimizer") for name in ("lr", "betas", "eps", "momentum")},
     "zero_stage": ((), 'write "zero_optimization": {{"stage": {size}}}'),
-    "monitor_config": ((), "write tensorboard, wandb, comet or csv_monitor, which stand at the top"),
+    "monitor_config": ((), "write tensorboard, wandb, comet or csv_monitor at the top level"),
     "sparse_embedding": ((False,), "gradients of embeddings are dense"),
     "mpu": (
         (),
-        "it is an object of Megatron's: the sizes of the axes lay the ranks out",
+        "it is an object of Megatron's: here the sizes of the axes decide the layout of ranks",
     ),
-    "zero_optimization.elastic_checkpoint": ((False,), "checkpoints are taken up by --resume"),
-    "zero_optimization.legacy_stage1": ((False,), "write stage 1 alone"),
+    "zero_optimization.elastic_checkpoint": ((False,), "--resume loads checkpoints"),
+    "zero_optimization.legacy_stage1": ((False,), "write only stage 1"),
     "zero_optimization.zenflow": ((), "ZenFlow is not supported yet; offload_optimizer trains the same model"),
 }
-# The same for whole sections, which may be there if they are empty or off.
+# Unsupported sections; they are allowed if empty or off.
 UNSUPPORTED_SECTIONS = {
     "autotuning": "autotuning starts other runs; run/estimate.py says which stage fits",
-    "data_efficiency": "the order of samples comes from --group_by_length and its like",
-    "datastates_ckpt": "checkpoints are written and hashed before training goes on",
+    "data_efficiency": "the order of samples comes from --group_by_length and similar flags",
+    "datastates_ckpt": "checkpoints are written and hashed before training continues",
     "expert_parallel": "DeepSpeed 0.19.8's AutoEP fails with transformers 5 (_CanRecordRegistry.get() takes 2 "
     "arguments, 3 are given), and makes its experts after the optimizer's groups; a family with experts trains at "
     "stages 0 to 3 without it, and moe_expert_parallel_size shares out the experts of --moe_enable",
@@ -110,8 +110,8 @@ OFF = {"enabled": (False,)}
 def check_keys(draft: Draft) -> None:
     """Refuse keys that are unknown, removed or unsupported, and values of the wrong kind; remove them from the draft.
 
-    What is left has the schema's kinds or is "auto"; nulls are removed. A wrong stage is replaced by 3, with which most
-    other keys go, so that it doesn't cause more problems.
+    All remaining values have the schema's kinds or are "auto"; nulls are removed. A wrong stage is replaced by 3,
+    because it allows most other keys and so causes no further problems.
     """
     draft.config = config = _without_nulls(draft.config)
     _refuse_removed(draft)
@@ -152,7 +152,7 @@ def _refuse_unsupported(draft: Draft) -> None:
         value = value_at(draft.config, key)
         if value is None:
             continue
-        asks = not any(value == one and type(value) is type(one) for one in harmless)  # true is no 1
+        asks = not any(value == one and type(value) is type(one) for one in harmless)  # true differs from 1
         if asks:
             size = value if isinstance(value, int) and not isinstance(value, bool) else "N"
             draft.refuse(f"{key} is {as_json(value)} in the DeepSpeed JSON: remove it, {why.format(size=size)}")
@@ -161,7 +161,7 @@ def _refuse_unsupported(draft: Draft) -> None:
 
 
 def _names_of_others(config: dict) -> dict[str, tuple[tuple, str]]:
-    """The same as UNSUPPORTED, of extensions; looked up where there are keys that nothing here knows."""
+    """Return the extensions' additions to UNSUPPORTED; looked up only for keys unknown here."""
     if not config.keys() - fields_of(DeepSpeedJson).keys() - UNSUPPORTED.keys():
         return {}
     return {key: rule for name in EXTENSIONS for key, rule in flags_class(name).other_keys.items()}
@@ -173,7 +173,7 @@ def _is_off(value: object) -> bool:
 
 
 def _use_full_names(draft: Draft) -> None:
-    """Write keys of stage 3 with the prefix stage3_, without which DeepSpeed takes them too."""
+    """Rename keys of stage 3 to have the prefix stage3_; DeepSpeed accepts them without it."""
     zero = draft.config.get("zero_optimization")
     if not isinstance(zero, dict):
         return
@@ -182,12 +182,12 @@ def _use_full_names(draft: Draft) -> None:
             continue
         value = zero.pop(name)
         if info.alias in zero:
-            draft.refuse(f"zero_optimization has both {name} and {info.alias}, which are one key: remove one of them")
+            draft.refuse(f"zero_optimization has both {name} and {info.alias}, but they are one key: remove one")
         zero.setdefault(info.alias, value)
 
 
 def _validate(draft: Draft, model: type[BaseModel]) -> None:
-    """Refuse what pydantic refuses, and remove it from the draft."""
+    """Refuse values that pydantic refuses, and remove them from the draft."""
     try:
         model.model_validate(_without_auto(draft.config, DeepSpeedJson))
     except ValidationError as error:
@@ -208,7 +208,7 @@ def _validate(draft: Draft, model: type[BaseModel]) -> None:
 
 
 def _without_auto(section: dict, model: type[BaseModel]) -> dict:
-    """A copy without the values that are "auto", where "auto" may stand."""
+    """Copy a section without "auto" values in keys that allow "auto"."""
     fields, copy = fields_of(model), {}
     for name, value in section.items():
         below = section_of(fields.get(name))
@@ -231,7 +231,7 @@ KINDS = {
 
 
 def _message(key: str, value: object, problem: dict) -> str:
-    """One of pydantic's errors in the words of this project's messages."""
+    """Translate one of pydantic's errors to a message of this project."""
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "extra_forbidden":
         *parent, name = problem["loc"]
@@ -248,12 +248,12 @@ def _message(key: str, value: object, problem: dict) -> str:
             wanted = f"a number {words} {context[limit]:g}"
     if wanted is not None:
         return f"{key} is {as_json(value)} in the DeepSpeed JSON: write {wanted}"
-    message = problem["msg"].partition(", ")[2] or problem["msg"]  # of DeepSpeed's own validator
+    message = problem["msg"].partition(", ")[2] or problem["msg"]  # from DeepSpeed's own validator
     return f"{key or 'a key'} in the DeepSpeed JSON: {message}"
 
 
 def _unknown(parent: str, name: str, value: object) -> str:
-    """The message about a key that a section doesn't have."""
+    """Return the message about a key that a section doesn't have."""
     homes = [place for place, model in sections().items() if name in fields_of(model)]
     nested = _nested(parent, name.split(".")) if "." in name else None
     fields = fields_of(sections()[parent])
@@ -269,11 +269,11 @@ def _unknown(parent: str, name: str, value: object) -> str:
         fitting = [key for key in known if _is_of_kind(value, fields[key])]
         hint = did_you_mean(name, [*fitting, *([] if parent else own_keys())], otherwise)
     shown = name if name.isascii() and name.replace("_", "a").isalnum() else as_json(name)
-    return f"{parent + '.' if parent else ''}{shown} in the DeepSpeed JSON is no key of DeepSpeed's: {hint}"
+    return f"{parent + '.' if parent else ''}{shown} in the DeepSpeed JSON is not a DeepSpeed key: {hint}"
 
 
 def _is_of_use(key: str) -> bool:
-    """True for a key that may be suggested: not gone, not here under a newer name, and not without its prefix."""
+    """True for a key that may be suggested: not removed, not renamed, and not missing its prefix."""
     parent, _, name = key.rpartition(".")
     info = sections()[parent].model_fields.get(name)
     without_prefix = info is not None and info.alias is not None
@@ -281,7 +281,7 @@ def _is_of_use(key: str) -> bool:
 
 
 def _at_home(home: str, name: str) -> str:
-    """The hint for a key that stands in the wrong place; of one that is refused in its own place, too, the reason."""
+    """Return the hint for a misplaced key. If it would be refused in its right place, returns the reason for that."""
     key = f"{home}.{name}".removeprefix(".")
     if key in UNSUPPORTED:
         return f"remove it, {UNSUPPORTED[key][1].format(size='N')}"
@@ -290,12 +290,12 @@ def _at_home(home: str, name: str) -> str:
     if key in RENAMED:
         return f"write {RENAMED[key]}, in {home}" if home else f"write {RENAMED[key]}"
     if home.startswith("zero_optimization.zenflow"):
-        return "it is ZenFlow's, which is not supported yet: remove it"
-    return f"it belongs into {home}" if home else "it belongs to the top, into no section"
+        return "it belongs to ZenFlow, not supported yet: remove it"
+    return f"it belongs into {home}" if home else "it belongs at the top level, outside sections"
 
 
 def _is_of_kind(value: object, annotation: object) -> bool:
-    """True if a key of this annotation might have been meant for the value: no section for a number."""
+    """True if a key of this annotation could hold the value (a section can't hold a number)."""
     if value == AUTO:
         return section_of(annotation) is None
     kind = "section" if isinstance(value, dict) else "list" if isinstance(value, list) else None
@@ -304,7 +304,7 @@ def _is_of_kind(value: object, annotation: object) -> bool:
 
 
 def _kinds_of(annotation: object) -> set[str]:
-    """The kinds of values that an annotation takes."""
+    """Return the kinds of values that an annotation accepts."""
     kinds: set[str] = set()
     for option in options(annotation):
         origin = typing.get_origin(option)
@@ -328,7 +328,7 @@ def _kinds_of(annotation: object) -> set[str]:
 
 
 def _nested(parent: str, path: list[str]) -> str | None:
-    """A dotted key as objects within each other; None where there is no such key."""
+    """Write a dotted key as nested objects; None for an unknown key."""
     model = sections()[parent]
     for index, name in enumerate(path):
         annotation = fields_of(model).get(name)
@@ -343,7 +343,7 @@ def _nested(parent: str, path: list[str]) -> str | None:
 
 
 def _without_nulls(config: dict) -> dict:
-    """A copy without the keys that are null, however deep."""
+    """Copy a configuration without null values, at any depth."""
     return {k: _without_nulls(v) if isinstance(v, dict) else v for k, v in config.items() if v is not None}
 
 

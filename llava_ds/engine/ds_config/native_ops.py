@@ -1,4 +1,4 @@
-"""The tools by which DeepSpeed compiles its operators on their first use, and the folder that keeps them."""
+"""The tools that DeepSpeed needs to compile its operators on first use, and the folder of compiled operators."""
 
 import os
 import shutil
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def missing_tools(device_type: str, op: str) -> list[str]:
-    """The missing tools for compiling an operator; none if it was installed with DeepSpeed.
+    """Return the missing tools for compiling an operator; [] if it was installed with DeepSpeed.
 
-    On a machine with a GPU, operators of the CPU need CUDA's compiler too.
+    On a machine with a GPU, CPU operators also need CUDA's compiler.
     """
     from deepspeed.git_version_info import installed_ops
     from torch.utils import cpp_extension
@@ -26,19 +26,19 @@ def missing_tools(device_type: str, op: str) -> list[str]:
 
 
 def compiler() -> str | None:
-    """The C++ compiler that torch would use."""
+    """Return the C++ compiler that torch would use."""
     return shutil.which(os.environ.get("CXX", "c++"))
 
 
 def _has_libaio() -> bool:
-    """True if a small program can be linked with it."""
+    """True if a small program can be linked with libaio."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return AsyncIOBuilder().is_compatible()
 
 
 def compiling_notes(operators: list[str]) -> list[str]:
-    """Notes to print before DeepSpeed compiles operators, or waits for another process that does."""
+    """Return notes to print before DeepSpeed compiles operators, or waits for another process that does so."""
     from deepspeed.git_version_info import installed_ops
 
     notes = []
@@ -46,17 +46,17 @@ def compiling_notes(operators: list[str]) -> list[str]:
         folder = extensions_folder() / op
         if installed_ops.get(op, False) or ((folder / f"{op}.so").exists() and not (folder / "lock").exists()):
             continue
-        notes.append(f"DeepSpeed compiles its {op} when it starts, which takes minutes, once")
+        notes.append(f"DeepSpeed compiles its {op} when it starts; this takes minutes, once")
         if (folder / "lock").exists():
             notes.append(
-                f"{folder / 'lock'} is there: another process compiles it, or was killed while it did; if none does, "
-                "delete that file, because torch waits for it forever"
+                f"{folder / 'lock'} exists: another process is compiling it, or was killed while doing so; if no "
+                "process is, delete that file, because torch waits for it forever"
             )
     return notes
 
 
 def extensions_folder() -> Path:
-    """The folder of torch's compiled extensions for this Python and CUDA. Source: torch, utils/cpp_extension.py."""
+    """Return torch's folder of compiled extensions for this Python and CUDA. Source: torch, utils/cpp_extension.py."""
     import torch
     from torch.utils.cpp_extension import get_default_build_root
 

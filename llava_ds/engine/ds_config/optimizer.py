@@ -1,4 +1,4 @@
-"""The optimizer block of the JSON: its type, its values, and what it needs to run."""
+"""The JSON's optimizer block: its type, values and requirements."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """Facts that building an optimizer doesn't tell.
+    """Facts about an optimizer that can't be read from the built object.
 
-    moments: fp32 numbers for a parameter, at most (Muon keeps one for a matrix, two for what Adam trains), or the
+    moments: fp32 numbers per parameter, at most (Muon keeps one for a matrix, and two for Adam's parameters), or the
     same bytes; op, offloaded_op: the operator that DeepSpeed compiles for it, on the device and for states in CPU
-    memory; zero_tested: by DeepSpeed, which wants zero_allow_untested_optimizer under ZeRO for all others.
+    memory; zero_tested: DeepSpeed has tested it under ZeRO (others need zero_allow_untested_optimizer).
     """
 
     moments: float
@@ -21,30 +21,30 @@ class OptimizerFacts:
     zero_tested: bool = False
 
 
-# DeepSpeed takes these names in any case, and all others as classes of torch.optim in their exact case.
+# DeepSpeed accepts these names in any case; other names must match a class of torch.optim exactly.
 DEEPSPEED = {
     "Adam": OptimizerFacts(2, "fused_adam", "cpu_adam", zero_tested=True),
     "AdamW": OptimizerFacts(2, "fused_adam", "cpu_adam", zero_tested=True),
     "Adagrad": OptimizerFacts(1, None, "cpu_adagrad", zero_tested=True),
     "Lamb": OptimizerFacts(2, "fused_lamb"),
     "Lion": OptimizerFacts(1, "fused_lion", "cpu_lion", zero_tested=True),
-    "Muon": OptimizerFacts(2, None, "cpu_adam", zero_tested=True),  # offloaded, its other half is DeepSpeed's Adam
+    "Muon": OptimizerFacts(2, None, "cpu_adam", zero_tested=True),  # the op of its Adam part
 }
 TORCH = {
     **{name: OptimizerFacts(2) for name in ("Adadelta", "Adamax", "NAdam", "RAdam", "Rprop")},
     **{name: OptimizerFacts(1) for name in ("ASGD", "Adafactor", "RMSprop")},
     "SGD": OptimizerFacts(0),
 }
-# bitsandbytes', which DeepSpeed gets built. Two states of 8 bits, and a scale for 256 of each.
+# bitsandbytes' optimizers, passed to DeepSpeed as objects. Two 8-bit states, each with one scale per 256 numbers.
 BITSANDBYTES = {name: OptimizerFacts(2 * (1 + 4 / 256) / 4) for name in ("AdamW8bit", "PagedAdamW8bit")}
-# Other names of theirs: bitsandbytes' Adam decays like its AdamW, by the same kernel (0.50), and Hugging Face's.
+# Their other names: bitsandbytes' Adam, because it decays like its AdamW, by the same kernel (0.50); Hugging Face's.
 EIGHT_BIT_NAMES = {
     **dict.fromkeys(("adamw8bit", "adam8bit", "adamw_8bit", "adamw_bnb_8bit", "adam_8bit"), "AdamW8bit"),
     **dict.fromkeys(("pagedadamw8bit", "pagedadam8bit", "paged_adamw_8bit", "paged_adam_8bit"), "PagedAdamW8bit"),
 }
 OPTIMIZERS = DEEPSPEED | TORCH | BITSANDBYTES
 MORE_MOMENTS = ("amsgrad", "centered")  # each of these parameters keeps one number more
-# Updates that depend on more than each weight's own gradient, which ZeRO's flat shards change.
+# Optimizers whose updates depend on more than each weight's own gradient, so ZeRO's flat shards change them.
 SHARDED = {"Lamb": "a layer's norm", "Adafactor": "a matrix's rows and columns"}
 WITH_ADAM = ("Adam", "AdamW", "Muon")
 
@@ -55,13 +55,13 @@ def offloads(draft: Draft) -> bool:
 
 
 def optimizer_name(block: dict) -> str:
-    """The type, with the capitals of DEEPSPEED or torch.optim."""
+    """Return the type, spelled as in DEEPSPEED or torch.optim."""
     written = block["type"].lower()
     return EIGHT_BIT_NAMES.get(written) or next((name for name in DEEPSPEED if name.lower() == written), block["type"])
 
 
 def num_moments(config: dict) -> float:
-    """fp32 numbers that the optimizer of a resolved JSON keeps for a parameter; without a block it is torch's AdamW."""
+    """Return how many fp32 numbers the resolved JSON's optimizer (default torch's AdamW) keeps per parameter."""
     block = config.get("optimizer", {"type": "AdamW"})
     name, params = optimizer_name(block), block.get("params", {})
     more = [key for key in MORE_MOMENTS if params.get(key)]
@@ -87,7 +87,7 @@ def kernel_of(name: str, params: dict, offload: bool) -> str | None:
 
 
 def kernels_of(config: dict) -> dict[str, str]:
-    """DeepSpeed's operators that a resolved JSON trains with, and the key that asks for each."""
+    """Return DeepSpeed's operators that a resolved JSON needs, each with the key that requires it."""
     found, block, devices = {}, config.get("optimizer"), {part: offload_device(config, part) for part in OFFLOADED}
     if block is not None:
         offload = devices["offload_optimizer"] != "none"

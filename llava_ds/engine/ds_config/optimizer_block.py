@@ -27,16 +27,16 @@ from llava_ds.engine.ds_config.scheduler import RATE_KEYS
 EIGHT_BIT_PARAMS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 # Names that DeepSpeed, an earlier DeepSpeed or torch knows, and why they can't train a model here.
 IMPOSSIBLE = {
-    "LBFGS": "it calls the loss again within a step, which DeepSpeed's engine does not do",
+    "LBFGS": "it computes the loss again within a step, unlike DeepSpeed's engine",
     "SparseAdam": "it takes sparse gradients only",
     "Optimizer": "it is torch's base class",
     **{name: "DeepSpeed 0.19 has removed its 1-bit optimizers" for name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")},
     **{
-        name: "it needs a model with the base shapes of the mup package, which this trainer does not build"
+        name: "it needs a model with the mup package's base shapes, and this trainer does not build one"
         for name in ("MuAdam", "MuAdamW", "MuSGD")
     },
 }
-# DeepSpeed takes these out before the class gets the rest.
+# DeepSpeed removes these before it passes the rest to the class.
 ADAM_EXTRAS = {"torch_adam": False, "adam_w_mode": True, "fp32_optimizer_states": True}
 MUON_PARAMS = {
     **{"lr": 2e-2, "muon_lr": 2e-2, "adam_lr": 3e-4, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"},
@@ -52,7 +52,7 @@ def resolve_block(draft: Draft) -> None:
     optim = draft.args.training.optim
     block = draft.config["optimizer"]
     if not isinstance(block.get("type"), str):
-        return  # refused with the keys
+        return  # check_keys refused it
     params = block.setdefault("params", {})
     name = optimizer_name(block)
     if not _is_known(draft, name):
@@ -75,7 +75,7 @@ def resolve_block(draft: Draft) -> None:
 
 
 def known_params(name: str, *, torch_adam: bool, offload: bool) -> dict[str, object]:
-    """The parameters of the class that DeepSpeed takes for a type, and their defaults."""
+    """Return the parameters of DeepSpeed's class for a type, with their defaults."""
     if name == "Muon":
         return MUON_PARAMS | ADAM_EXTRAS
     if name in BITSANDBYTES:
@@ -83,7 +83,7 @@ def known_params(name: str, *, torch_adam: bool, offload: bool) -> dict[str, obj
     of_class = inspect.signature(_class_of(name, torch_adam, offload).__init__).parameters
     params = {key: p.default for key, p in of_class.items() if key not in ("self", "params", "model_params")}
     if name in ("Adam", "AdamW"):
-        # DeepSpeed's classes have a mode for AdamW, which it sets itself.
+        # DeepSpeed's classes have a mode for AdamW; DeepSpeed itself sets it.
         params = {key: default for key, default in params.items() if key not in ("adam_w_mode", "adamw_mode")}
         params |= ADAM_EXTRAS
     params.pop("max_grad_norm", None)
@@ -114,7 +114,7 @@ def _is_known(draft: Draft, name: str) -> bool:
     impossible = next((each for each in IMPOSSIBLE if each.lower() == name.lower()), None)
     if impossible is not None:
         why = IMPOSSIBLE[impossible]
-        draft.refuse(f"optimizer.type {impossible} in the DeepSpeed JSON can't train here, for {why}: use AdamW")
+        draft.refuse(f"optimizer.type {impossible} in the DeepSpeed JSON can't train here, because {why}: use AdamW")
     else:
         hint = did_you_mean(name.rpartition(".")[2], OPTIMIZERS, f"give one of {', '.join(sorted(OPTIMIZERS))}")
         draft.refuse(f"optimizer.type {as_json(name)} in the DeepSpeed JSON is unknown: {hint}")
@@ -123,7 +123,7 @@ def _is_known(draft: Draft, name: str) -> bool:
 
 
 def _set_torch_adam(draft: Draft, name: str, params: dict) -> None:
-    """Let torch compute Adam where DeepSpeed would have to compile it and can't, or would gain nothing: on CPU."""
+    """Let torch compute Adam if DeepSpeed can't compile its own, or would gain nothing by it (on a CPU)."""
     if name not in WITH_ADAM or "torch_adam" in params or offloads(draft):
         return
     own = set(params) - set(known_params(name, torch_adam=True, offload=False))
@@ -135,23 +135,23 @@ def _set_torch_adam(draft: Draft, name: str, params: dict) -> None:
 
 
 def _set_eight_bits(draft: Draft, block: dict, name: str) -> None:
-    """Write bitsandbytes' name of an optimizer, and let DeepSpeed take it under ZeRO."""
+    """Write bitsandbytes' name of an optimizer, and let DeepSpeed accept it under ZeRO."""
     asked = (
         f"--optim {draft.args.training.optim}" if "optimizer.type" in draft.reasons else f"optimizer {block['type']}"
     )
     block["type"] = name
     if draft.is_local and find_spec("bitsandbytes") is None:
-        draft.refuse(f"{asked} is bitsandbytes', which is not installed: pip install 'llava_ds[qlora]'")
+        draft.refuse(f"{asked} needs bitsandbytes, but it is not installed: pip install 'llava_ds[qlora]'")
     if offloads(draft):
         remedy = (
             "remove it, or take AdamW" if name.startswith("Paged") else "remove it, or give --optim paged_adamw_8bit"
         )
         draft.refuse(
-            f"{asked} with offload_optimizer: DeepSpeed's step in CPU memory is made for its own Adam with fp32 "
+            f"{asked} with offload_optimizer: DeepSpeed's step in CPU memory works only for its own Adam with fp32 "
             f"states: {remedy}"
         )
     if name.startswith("Paged") and draft.device_type == "cpu":
-        draft.reasons["optimizer.type"] = f"{asked}; without a GPU there is no paging, states are in memory"
+        draft.reasons["optimizer.type"] = f"{asked}; without a GPU nothing is paged, states are in memory"
     if draft.is_open("zero_allow_untested_optimizer"):
         draft.fill("zero_allow_untested_optimizer", True, "bitsandbytes' AdamW is tested under ZeRO here")
 
@@ -173,13 +173,13 @@ def _check_params(draft: Draft, name: str, params: dict, known: dict[str, object
         elif value != AUTO and key not in FROM_FLAGS and (wanted := _wanted(key, known[key], value)):
             draft.refuse(f"{where} is {as_json(value)} in the DeepSpeed JSON: write {wanted}")
     if name == "AdamW" and params.get("adam_w_mode") is False:
-        draft.refuse("optimizer.params.adam_w_mode is false with type AdamW, which DeepSpeed ignores: write type Adam")
+        draft.refuse("optimizer.params.adam_w_mode is false, but DeepSpeed ignores it for type AdamW: write type Adam")
     if params.get("amsgrad") is True and "bias_correction" in known:
-        draft.refuse('optimizer.params.amsgrad is true, which DeepSpeed\'s own Adam lacks: add "torch_adam": true')
+        draft.refuse('optimizer.params.amsgrad is true, but DeepSpeed\'s own Adam lacks it: add "torch_adam": true')
 
 
 def _wanted(key: str, default: object, value: object) -> str | None:
-    """The kind of value to write instead; None where the value may stay."""
+    """Return the kind of value to write instead; None if the value is valid."""
     if key in GRAPHS:
         return None if value is False else "false, or remove it: training never captures or differentiates a step"
     if isinstance(default, bool) or key in ("foreach", "fused"):
@@ -190,18 +190,18 @@ def _wanted(key: str, default: object, value: object) -> str | None:
         return None if is_number(value) and value < 1 else "a number from 0 to below 1"
     if isinstance(default, (int, float)) and default >= 0:
         return None if is_number(value) else "a number from 0"
-    return None  # the trial tells the rest
+    return None  # the trial checks the rest
 
 
 def _fill_params(draft: Draft, params: dict, known: dict[str, object]) -> None:
-    """Fill rate and decay from the flags, instead of the class's defaults; betas and epsilon for optimizers like Adam,
-    and wherever the JSON says auto."""
+    """Fill rate and decay from the flags instead of the class's defaults; also betas and epsilon, for optimizers like
+    Adam and if the JSON says auto."""
     two_rates = not _one_rate(draft)
     for key, flags in FROM_FLAGS.items():
         if key not in known or not (key in ("lr", "weight_decay") or "betas" in known or key in params):
             continue
         if key == "eps" and not isinstance(known[key], float):
-            continue  # Adafactor's is a pair of another meaning
+            continue  # Adafactor's is a pair with another meaning
         if key == "lr" and two_rates:
             continue
         value = draft.agree(f"optimizer.params.{key}", *flags)
@@ -209,15 +209,15 @@ def _fill_params(draft: Draft, params: dict, known: dict[str, object]) -> None:
             draft.refuse(f"optimizer.params.betas is {as_json(value)} in the DeepSpeed JSON: give numbers below 1")
     if "weight_decay" not in known and draft.args.training.weight_decay > 0:
         draft.refuse(
-            f"--weight_decay is {draft.args.training.weight_decay}, but {draft.get('optimizer.type')} knows no decay: "
+            f"--weight_decay is {draft.args.training.weight_decay}, but {draft.get('optimizer.type')} has no decay: "
             "give 0, or another optimizer"
         )
 
 
 def _one_rate(draft: Draft) -> bool:
-    """Take the schedule's rate for the optimizer's where only that is written; refuse two that differ.
+    """Use the schedule's rate for the optimizer if only that is written; refuse two different rates.
 
-    Returns whether there is one.
+    Returns True if one is written.
     """
     key = RATE_KEYS.get(str(draft.get("scheduler.type")))
     rate, peak = draft.get("optimizer.params.lr"), key and draft.get(f"scheduler.params.{key}")
@@ -226,7 +226,7 @@ def _one_rate(draft: Draft) -> bool:
     if is_number(rate) and rate != peak:
         draft.refuse(
             f"optimizer.params.lr is {as_json(rate)} in the DeepSpeed JSON but scheduler.params.{key} is "
-            f'{as_json(peak)}, which would overwrite it: make them equal, or write "auto" for one'
+            f'{as_json(peak)} and would overwrite it: make them equal, or write "auto" for one'
         )
         return False
     draft.agree(f"scheduler.params.{key}", "learning_rate")
@@ -237,8 +237,8 @@ def _check_stage(draft: Draft, name: str) -> None:
     stage = draft.get("zero_optimization.stage") or 0
     if stage and not OPTIMIZERS[name].zero_tested and draft.get("zero_allow_untested_optimizer") is not True:
         draft.refuse(
-            f"optimizer.type {name} is not among those that DeepSpeed has tested under ZeRO-{stage}: write "
-            '"zero_allow_untested_optimizer": true to use it all the same'
+            f"DeepSpeed has not tested optimizer.type {name} under ZeRO-{stage}: write "
+            '"zero_allow_untested_optimizer": true to use it anyway'
         )
     if stage and name in SHARDED:
         draft.reasons["optimizer.type"] = (
@@ -248,13 +248,13 @@ def _check_stage(draft: Draft, name: str) -> None:
         _check_sharded_muon(draft, stage)
     if name == "Lamb" and draft.get("fp16.loss_scale") not in (None, 0):
         draft.refuse(
-            f"fp16.loss_scale is {as_json(draft.get('fp16.loss_scale'))}, but DeepSpeed's Lamb wants a dynamic loss "
+            f"fp16.loss_scale is {as_json(draft.get('fp16.loss_scale'))}, but DeepSpeed's Lamb needs a dynamic loss "
             "scale: write 0"
         )
 
 
 def _check_sharded_muon(draft: Draft, stage: int) -> None:
-    """DeepSpeed 0.19.8 turns gradients into Muon's updates while it reduces them, before what else is done to them."""
+    """Check Muon under ZeRO: DeepSpeed 0.19.8 turns gradients into updates while reducing them, before other steps."""
     if stage == 3 and draft.get("zero_optimization.reduce_scatter") is not False:
         draft.refuse(
             'Muon needs whole gradients at ZeRO-3: write "reduce_scatter": false into zero_optimization, or use stage 2'
@@ -273,20 +273,20 @@ def _check_sharded_muon(draft: Draft, stage: int) -> None:
 
 
 def _check_tools(draft: Draft, name: str, params: dict) -> None:
-    """Refuse an optimizer without a kernel for the device, or that can't be compiled for it."""
+    """Refuse an optimizer that has no kernel for the device, or whose kernel can't be compiled."""
     offload = offloads(draft)
     if name == "Lamb" and offload:
         draft.refuse("Lamb has no kernel for offloaded states: use AdamW, or remove offload_optimizer")
         return
     if draft.device_type == "cpu" and (name == "Lamb" or (name == "Lion" and not offload)):
-        instead = "use AdamW" if name == "Lamb" else "use AdamW, or offload_optimizer, for which it has one for CPUs"
+        instead = "use AdamW" if name == "Lamb" else "use AdamW, or offload_optimizer to use its kernel for CPUs"
         draft.refuse(f"{name} has a kernel for GPUs only, and there is none: {instead}")
         return
     if not draft.is_local:
         return
     if name == "Muon" and os.environ.get("TORCH_COMPILE_DISABLE") != "1" and not compiler():
         draft.refuse(
-            "Muon's update is compiled by torch when training starts, which needs g++: install it, or set "
+            "torch compiles Muon's update when training starts, and needs g++ for it: install it, or set "
             "TORCH_COMPILE_DISABLE=1 in the environment"
         )
     op = kernel_of(name, params, offload)
@@ -296,13 +296,13 @@ def _check_tools(draft: Draft, name: str, params: dict) -> None:
         if offload and "optimizer.type" in draft.reasons:
             instead = 'write "zero_force_ds_cpu_optimizer": false to let torch compute AdamW'
         draft.refuse(
-            f"{name} is compiled by DeepSpeed when it starts, which needs {' and '.join(missing)}: install "
+            f"DeepSpeed compiles {name} when it starts, and needs {' and '.join(missing)} for it: install "
             f"{'it' if len(missing) == 1 else 'them'}, or {instead}"
         )
 
 
 def _try_torch_class(draft: Draft, name: str, params: dict) -> None:
-    """Build torch's class with these parameters on a tiny weight, and take a step."""
+    """Try torch's class with these parameters: build it on a tiny weight and take a step."""
     if name == "Muon" or draft.problems or (name == "Adagrad" and offloads(draft)):
         return
     values = {key: value for key, value in params.items() if key not in ADAM_EXTRAS}

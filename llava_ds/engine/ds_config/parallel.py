@@ -1,4 +1,4 @@
-"""The axes of the mesh in flags and DeepSpeed JSON, and what can't be trained on them."""
+"""The axes of the mesh in flags and DeepSpeed JSON, and the models that they can't train."""
 
 from transformers import PreTrainedConfig
 
@@ -12,10 +12,10 @@ from llava_ds.extensions.active import active, flags_class, reading
 
 
 def with_axes(args: Arguments, raw: dict | None) -> Arguments:
-    """The flags with the JSON's sizes. Raises ConfigError, with every reason, where both are given and differ, or mean
-    nothing.
+    """Return the flags with the JSON's sizes. Raises ConfigError, with every reason, for sizes that differ or are
+    invalid.
 
-    Ranks are laid out before the JSON is resolved.
+    Call it before the JSON is resolved, because ranks are laid out before that.
     """
     raw, problems = raw or {}, []
     own = [flags_class(name).in_json(raw, problems) for name in reading(raw)]
@@ -37,8 +37,8 @@ def with_axes(args: Arguments, raw: dict | None) -> Arguments:
 
 
 def take_axes(draft: Draft, own: dict) -> None:
-    """Let the flags take the JSON's sizes, and leave in the JSON what DeepSpeed is to know (for_engine). own: values of
-    the keys that extensions have."""
+    """Copy the JSON's sizes to the flags, and keep in the JSON only the keys for DeepSpeed (for_engine). own: values of
+    the extensions' keys."""
     try:
         draft.args = with_axes(draft.args, draft.config | own)
     except ConfigError as error:
@@ -53,9 +53,9 @@ def check_model(args: Arguments, text_config: PreTrainedConfig) -> None:
 
 
 def for_engine(config: dict) -> dict:
-    """A resolved JSON for DeepSpeed: without train_batch_size where that follows from the two other numbers.
+    """Return a resolved JSON for DeepSpeed, without train_batch_size if it follows from the two other numbers.
 
-    DeepSpeed checks it against all ranks, some of which may share samples.
+    DeepSpeed would check it against the number of all ranks, but some ranks may share samples.
     """
     follows = "train_micro_batch_size_per_gpu" in config
     own = {key: value for key, value in config.items() if key != "train_batch_size" or not follows}

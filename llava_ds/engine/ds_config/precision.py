@@ -11,20 +11,20 @@ DTYPES = {
     "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
     "fp16": ("fp16", "float16", "half", "torch.float16"),
 }
-# Least values; below them DeepSpeed fails in the middle of a run, or scales by nothing.
+# Smallest valid values; below them DeepSpeed fails in the middle of a run, or scales by 0.
 LEAST = {"fp16.initial_scale_power": 0, "fp16.loss_scale_window": 1, "fp16.hysteresis": 1, "fp16.min_loss_scale": 1}
 
 
 def resolve_precision(draft: Draft) -> None:
-    """Fill bf16.enabled, fp16.enabled and autocast's dtype; refuse what the device or DeepSpeed can't train in."""
+    """Fill bf16.enabled, fp16.enabled and autocast's dtype; refuse precisions that the device or DeepSpeed lacks."""
     _check_values(draft)
     bf16, fp16 = draft.agree("bf16.enabled", "bf16"), draft.agree("fp16.enabled", "fp16")
     autocast = _autocast_dtype(draft)
     switches = {"bf16": bf16, "fp16": fp16, "torch_autocast": autocast is not None}
     on = [name for name, enabled in switches.items() if enabled is True]
-    if set(on) == {"bf16", "torch_autocast"}:  # weights in bf16, and autocast beside them
+    if set(on) == {"bf16", "torch_autocast"}:  # bf16 weights with autocast
         if autocast == "fp16":
-            draft.refuse('torch_autocast.dtype is float16 beside bf16.enabled: write "bfloat16", or bf16 false')
+            draft.refuse('torch_autocast.dtype is float16 with bf16.enabled: write "bfloat16", or bf16 false')
     elif len(on) > 1:
         both = " and ".join(f"{name}.enabled" for name in on)
         draft.refuse(f"{both} are both true: choose one")
@@ -32,8 +32,8 @@ def resolve_precision(draft: Draft) -> None:
         draft.refuse("fp16 is on, but there is no GPU and DeepSpeed trains in float16 on GPUs only: use --bf16 or fp32")
     elif fp16 is True and not draft.get("zero_optimization.stage"):
         draft.refuse(
-            "fp16 is on at ZeRO-0, where DeepSpeed divides gradients by a loss scale that it has not multiplied the "
-            "loss by: use ds_configs/zero1.json, or --bf16"
+            "fp16 is on at ZeRO-0, but there DeepSpeed divides gradients by a loss scale without multiplying the loss "
+            "by it: use ds_configs/zero1.json, or --bf16"
         )
     if autocast == "fp16" and draft.device_type == "cpu":
         draft.refuse("torch_autocast.dtype is float16, but there is no GPU: write bfloat16")
@@ -49,17 +49,17 @@ def resolve_precision(draft: Draft) -> None:
 
 
 def _dtype(name: object) -> str | None:
-    """The short name of a dtype, from any of DeepSpeed's."""
+    """Map any of DeepSpeed's names of a dtype to the short name."""
     return next((short for short, names in DTYPES.items() if name in names), None)
 
 
 def torch_dtype(name: object) -> torch.dtype:
-    """torch's dtype of any of DeepSpeed's names for it."""
+    """Map any of DeepSpeed's names of a dtype to torch's dtype."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[_dtype(name)]
 
 
 def _gpu_without_bf16() -> str | None:
-    """The GPU's name, if it only emulates bfloat16."""
+    """Return the GPU's name if it only emulates bfloat16, otherwise None."""
     if not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
         return None
     return torch.cuda.get_device_name()
@@ -75,7 +75,7 @@ def _check_values(draft: Draft) -> None:
 
 
 def _autocast_dtype(draft: Draft) -> str | None:
-    """The short name of the dtype that torch's autocast computes in; None where it is off."""
+    """Return the short name of autocast's dtype; None if autocast is off."""
     if draft.get("torch_autocast.enabled") is not True:
         return None
     if draft.is_open("torch_autocast.dtype"):
@@ -86,7 +86,7 @@ def _autocast_dtype(draft: Draft) -> str | None:
             getattr(importlib.import_module(module), cls)
         except (ImportError, AttributeError, ValueError):
             draft.refuse(
-                f"torch_autocast.lower_precision_safe_modules names {name}, which can't be imported: write a class "
+                f"torch_autocast.lower_precision_safe_modules: {name} can't be imported: write a class "
                 "with its module, like torch.nn.Linear"
             )
     if draft.get("zero_optimization.zero_quantized_weights") is True:
@@ -97,41 +97,41 @@ def _autocast_dtype(draft: Draft) -> str | None:
 
 
 def _check_loss_scaling_of_autocast(draft: Draft) -> None:
-    """Refuse clipping: ZeRO of DeepSpeed 0.19.8 clips gradients before it divides them by autocast's loss scale."""
+    """Refuse clipping: DeepSpeed 0.19.8's ZeRO clips gradients before it divides them by autocast's loss scale."""
     clipping = draft.agree("gradient_clipping", "max_grad_norm")
     if draft.get("zero_optimization.stage") and clipping:
         draft.refuse(
-            f"gradient_clipping is {as_json(clipping)} with torch_autocast in float16, whose scaled gradients ZeRO "
-            'would clip: give --max_grad_norm 0, write "dtype": "bfloat16", or use stage 0'
+            f"gradient_clipping is {as_json(clipping)} with torch_autocast in float16, but ZeRO would clip the scaled "
+            'gradients: give --max_grad_norm 0, write "dtype": "bfloat16", or use stage 0'
         )
 
 
 def _check_data_types(draft: Draft, model_dtype: str) -> None:
-    """Refuse dtypes that DeepSpeed asserts against, or that its stage has no code for."""
+    """Refuse dtypes that DeepSpeed asserts against, or that it has no code for at this stage."""
     params, grads = (_dtype(draft.get(f"data_types.{key}")) for key in ("param_dtype", "grad_accum_dtype"))
     if params not in (None, model_dtype):
         draft.refuse(f"data_types.param_dtype is {params}, but the run's precision is {model_dtype}: leave it out")
     if grads not in (None, model_dtype) and not draft.get("zero_optimization.stage"):
         draft.refuse(
-            f"data_types.grad_accum_dtype is {grads} at ZeRO-0, where gradients have the weights' {model_dtype}: leave "
+            f"data_types.grad_accum_dtype is {grads}, but at ZeRO-0 gradients have the weights' {model_dtype}: leave "
             "it out, or use a stage from 1"
         )
 
 
 def _check_master_weights(draft: Draft) -> None:
-    """Refuse weights without an fp32 copy, but with DeepSpeed's CPU Adam or with states in bf16 too."""
+    """Refuse weights without an fp32 copy, except with DeepSpeed's CPU Adam or with bf16 states."""
     stage, offload = draft.get("zero_optimization.stage"), draft.get("zero_optimization.offload_optimizer")
     for key in ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"):
         if draft.get(key) is not True:
             continue
         short_states = key.startswith("bf16") and draft.get("bf16.bf16_optimizer_states") is True
         if not stage:
-            draft.refuse(f"{key} is true at ZeRO-0, which has no such weights: use a stage from 1, or remove it")
+            draft.refuse(f"{key} is true, but ZeRO-0 has no such weights: use a stage from 1, or remove it")
         elif not offload and not short_states:
             other = ", or bf16.bf16_optimizer_states true" if key.startswith("bf16") else ""
             draft.refuse(
-                f"{key} is true, which needs zero_optimization.offload_optimizer with DeepSpeed's CPU Adam{other}"
+                f"{key} is true, but needs zero_optimization.offload_optimizer with DeepSpeed's CPU Adam{other}"
             )
         draft.reasons[key] = "from the JSON; an update smaller than half a bit of a weight is lost"
     if draft.get("bf16.bf16_optimizer_states") is True and draft.get("bf16.bf16_master_weights_and_grads") is not True:
-        draft.refuse("bf16.bf16_optimizer_states is true, which needs bf16.bf16_master_weights_and_grads true as well")
+        draft.refuse("bf16.bf16_optimizer_states is true, but needs bf16.bf16_master_weights_and_grads true as well")

@@ -26,17 +26,17 @@ from llava_ds.engine.ds_config.zero import resolve_zero
 from llava_ds.extensions.active import flags_class, own_keys, reading
 from llava_ds.files.reading import MAX_JSON_BYTES, read_bytes
 
-DEEPEST = 20  # objects and lists within each other
+DEEPEST = 20  # levels of nested objects and lists
 COMMENT = re.compile(
     r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL
-)  # or a text, which may hold such signs
+)  # or a string, because it may contain these characters
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
     """The configuration for deepspeed.initialize, the flags that the JSON completed, and reasons of filled values.
 
-    device_type: of the device that it is resolved for.
+    device_type: of the training device.
     """
 
     config: dict
@@ -50,26 +50,26 @@ class ResolvedConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision that parameters are held in."""
+        """The precision of the stored parameters."""
         if self.config["bf16"]["enabled"]:
             return torch.bfloat16
         return torch.float16 if self.config["fp16"]["enabled"] else torch.float32
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The precision of matrix products and attention: autocast's, where that is on."""
+        """The precision of matrix products and attention: autocast's if it is on."""
         autocast = self.config.get("torch_autocast", {})
         return torch_dtype(autocast["dtype"]) if autocast.get("enabled") else self.dtype
 
     def explain(self) -> list[str]:
-        """One line per filled value."""
+        """Return one line per filled value."""
         width = max((len(key) for key in self.reasons), default=0)
         return [f"  {key:{width}} = {value_at(self.config, key)!s:10} {why}" for key, why in self.reasons.items()]
 
 
 def read_ds_config(path: str | Path) -> dict:
-    """Return the JSON object in a file. Comments, a comma behind the last value and whatever else Hjson allows may
-    stand in it, as DeepSpeed 0.19 reads it (runtime/config.py). Raises ConfigError otherwise."""
+    """Read the JSON object in a file. Like DeepSpeed 0.19 (runtime/config.py), accepts comments, a comma after the last
+    value and all other Hjson. Raises ConfigError."""
     try:
         config = _parsed(read_bytes(path, MAX_JSON_BYTES).decode("utf-8-sig"))
     except ConfigError as error:
@@ -86,7 +86,7 @@ def read_ds_config(path: str | Path) -> dict:
 
 
 def _parsed(text: str) -> object:
-    """Parse a text as JSON with comments, or else as Hjson. Raises what json raises, which says more."""
+    """Parse a text as JSON with comments, otherwise as Hjson. Raises json's error, because it is clearer."""
     try:
         return json.loads(COMMENT.sub(_blanked, text), object_pairs_hook=_each_key_once)
     except json.JSONDecodeError:
@@ -96,7 +96,7 @@ def _parsed(text: str) -> object:
             config = hjson.loads(text, object_pairs_hook=_each_key_once)
         except (hjson.HjsonDecodeError, OverflowError, RecursionError):
             config = None
-        # A file that holds no object may be anything: Hjson takes a line of prose for a text.
+        # A file without an object may be anything: Hjson reads a line of prose as a string.
         if not isinstance(config, dict) or not text.lstrip().startswith(("{", "//", "#", "/*")):
             raise
         if _swallows(config, text):
@@ -105,7 +105,7 @@ def _parsed(text: str) -> object:
 
 
 def _swallows(config: object, text: str) -> bool:
-    """True if an unquoted text holds JSON's signs: without a comma or a quote, Hjson reads to the end of the line."""
+    """True if an unquoted string contains JSON syntax: after a missing comma or quote, Hjson reads the whole line."""
     if isinstance(config, (dict, list)):
         return any(_swallows(value, text) for value in (config.values() if isinstance(config, dict) else config))
     if not isinstance(config, str) or not any(sign in config for sign in ',:{}[]"'):
@@ -115,7 +115,7 @@ def _swallows(config: object, text: str) -> bool:
 
 
 def _blanked(match: re.Match) -> str:
-    """A text as it is; a comment as blanks, so that lines and columns stay where they are."""
+    """Return a string unchanged, and a comment as blanks, to keep line and column numbers."""
     found = match[0]
     return found if found.startswith('"') else re.sub(r"[^\n]", " ", found)
 
@@ -123,7 +123,7 @@ def _blanked(match: re.Match) -> str:
 def _each_key_once(pairs: list[tuple[str, object]]) -> dict:
     keys = [key for key, _ in pairs]
     if twice := [key for key in keys if keys.count(key) > 1]:
-        raise ConfigError(f"{twice[0]} stands twice in one object: remove one, for only the last would count")
+        raise ConfigError(f"{twice[0]} occurs twice in one object: remove one, because only the last would count")
     return dict(pairs)
 
 
@@ -140,9 +140,9 @@ def resolve_ds_config(
     """Fill every "auto" of a DeepSpeed JSON by the formulas of Hugging Face's integration.
 
     raw: the JSON as read; hidden_size: the language model's width; device_type: "cpu" or the accelerator's;
-    num_steps: optimizer steps of the run. Before the data is read there are none, and only what depends on them stays
-    open; is_local: True if this machine will train, and has to have what that needs. The returned flags take values of
-    the JSON that no flag contradicts. Raises ConfigError, which lists every conflict.
+    num_steps: optimizer steps of the run, None before the data is read: then the values that depend on it stay open;
+    is_local: True if this machine will train, so it needs the packages and compilers. The returned flags take values of
+    the JSON that no flag contradicts. Raises ConfigError that lists every conflict.
     Source: transformers, integrations/deepspeed.py.
     """
     draft = _draft(raw, args, dp, hidden_size, device_type, is_local=is_local)
@@ -159,7 +159,7 @@ def resolve_ds_config(
     if draft.get("timers.throughput.enabled") is None:
         why = "DeepSpeed's timer would wait for the device twice per micro-step"
         draft.fill("timers.throughput.enabled", False, why)
-    # engine/non_finite.py replaces the check where torch's fused AdamW is beside the weights, and there is a norm.
+    # engine/non_finite.py replaces the check if torch's fused AdamW is on the weights' device and a norm is computed.
     normed = draft.get("zero_optimization.compute_grad_norm") is not False
     guarded = "optimizer" not in draft.config and not offloads(draft) and normed
     if draft.get("bf16.enabled") is True and draft.is_open("bf16.check_grad_overflow") and guarded:
@@ -172,7 +172,7 @@ def resolve_ds_config(
 
 
 def _refuse_open(draft: Draft) -> None:
-    """Refuse what is still "auto", except in a block whose type was refused: nobody knows what it would mean there."""
+    """Refuse values that are still "auto", except in a block whose type was refused: their meaning is unknown."""
     from llava_ds.engine.ds_config.schema import default_of
 
     refused = tuple(f"{block}.params." for block in ("optimizer", "scheduler") if f"{block}.type" in draft.wrong)
@@ -182,13 +182,13 @@ def _refuse_open(draft: Draft) -> None:
         default = default_of(key)
         leave_out = "" if default is None else f"leave it out for DeepSpeed's default, {as_json(default)}, or "
         draft.refuse(
-            f'{key} is "auto", which neither Hugging Face\'s integration nor DeepSpeed fills in: {leave_out}write a '
+            f"{key} is \"auto\", but Hugging Face's integration and DeepSpeed don't fill it in: {leave_out}write a "
             "value"
         )
 
 
 def flags_in(raw: dict) -> dict[str, str]:
-    """The flags whose value a JSON gives, and "key value" of each."""
+    """Map the flags whose value a JSON gives to "key value"."""
     keys = {
         "train_batch_size": "train_batch_size",
         "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
@@ -205,9 +205,9 @@ def flags_in(raw: dict) -> dict[str, str]:
 
 
 def axes_from(raw: dict, args: Arguments) -> Arguments:
-    """The flags with the JSON's sizes of the axes, before ranks meet.
+    """Return the flags with the JSON's sizes of the axes, before the ranks connect.
 
-    Raises ConfigError where they can't be used, with every other problem of the JSON that is known by then.
+    Raises ConfigError for invalid sizes, with all other problems of the JSON known by then.
     """
     try:
         return with_axes(args, raw)
@@ -220,14 +220,14 @@ def axes_from(raw: dict, args: Arguments) -> Arguments:
 
 
 def _draft(raw: dict, args: Arguments, dp: int, hidden_size: int, device_type: str, *, is_local: bool) -> Draft:
-    """A draft of a copy of the JSON. Raises ConfigError for one that is nested too deeply."""
+    """Make a draft from a copy of the JSON. Raises ConfigError if it is nested too deeply."""
     if _depth(raw) > DEEPEST:
-        raise ConfigError(f"the DeepSpeed JSON is nested deeper than {DEEPEST} levels, which none of its keys are")
+        raise ConfigError(f"the DeepSpeed JSON is nested deeper than {DEEPEST} levels, but no valid key is")
     return Draft(copy.deepcopy(raw), args, dp, hidden_size, device_type, is_local)
 
 
 def _resolve_precision_and_axes(draft: Draft) -> None:
-    from llava_ds.engine.ds_config.keys import check_keys  # imports DeepSpeed, which takes seconds and prints
+    from llava_ds.engine.ds_config.keys import check_keys  # importing DeepSpeed takes seconds and prints
 
     own = {key: draft.config.pop(key) for key in own_keys() if key in draft.config}
     check_keys(draft)
@@ -237,7 +237,7 @@ def _resolve_precision_and_axes(draft: Draft) -> None:
 
 
 def _depth(value: object) -> int:
-    """The depth of nested objects and lists, counted up to one more than is allowed."""
+    """Return the depth of nested objects and lists, counted up to DEEPEST + 1."""
     level, depth = [value], 0
     while level and depth <= DEEPEST:
         level = [
@@ -251,10 +251,10 @@ def _depth(value: object) -> int:
 
 
 def resolve_optimizer(draft: Draft) -> None:
-    """Fill the optimizer block from the flags, and refuse what can't train.
+    """Fill the optimizer block from the flags, and refuse optimizers that can't train.
 
-    Without a block nothing is filled, and the run builds torch's AdamW by flags; under optimizer offload DeepSpeed's
-    CPU Adam is meant then, unless zero_force_ds_cpu_optimizer is false.
+    Without a block nothing is filled, and the run builds torch's AdamW from the flags; with optimizer offload it uses
+    DeepSpeed's CPU Adam, unless zero_force_ds_cpu_optimizer is false.
     """
     optim = draft.args.training.optim
     if "optimizer" not in draft.config:
@@ -272,8 +272,8 @@ def resolve_optimizer(draft: Draft) -> None:
 def resolve_scheduler(draft: Draft, num_steps: int | None) -> None:
     """Fill the scheduler block from the flags, and refuse values that give no schedule.
 
-    num_steps: optimizer steps of the run; None leaves open what depends on them. Without a block,
-    --lr_scheduler_kwargs are checked.
+    num_steps: optimizer steps of the run; None leaves the values that depend on it open. Without a block, checks
+    --lr_scheduler_kwargs.
     """
     if "scheduler" not in draft.config:
         if problem := kwargs_problem(draft.args.training):

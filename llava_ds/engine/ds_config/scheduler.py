@@ -1,4 +1,4 @@
-"""The learning rate's schedule: the scheduler block of the JSON, or --lr_scheduler_type where there is none."""
+"""The learning rate's schedule: the JSON's scheduler block, or --lr_scheduler_type without a block."""
 
 import inspect
 import json
@@ -12,9 +12,9 @@ from llava_ds.constants import in_short
 from llava_ds.engine.ds_config.draft import trial_error
 
 DEEPSPEED = ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
-# Values of --lr_scheduler_type that take any rate and need no more parameters: they are not tried out.
+# Values of --lr_scheduler_type that accept any rate and need no further parameters: they are not tried.
 NOT_TRIED = {"linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt"}
-# The parameter that says the language model's peak rate.
+# The parameter with the language model's peak rate.
 RATE_KEYS = {
     "WarmupLR": "warmup_max_lr",
     "WarmupDecayLR": "warmup_max_lr",
@@ -22,7 +22,7 @@ RATE_KEYS = {
     "CyclicLR": "max_lr",
     "OneCycleLR": "max_lr",
 }
-# Rates that a class takes as a list with one value per parameter group. Given a number, it would use it for all.
+# Rates that a class takes as a list with one value per parameter group. A number would apply to all groups.
 PER_GROUP = {
     "warmup_min_lr",
     "warmup_max_lr",
@@ -36,26 +36,29 @@ NOT_GIVEN = ("self", "optimizer", "last_batch_iteration", "last_epoch")
 
 
 def warmup_steps(args: TrainingArguments, num_steps: int) -> int:
-    """Steps in which the rate rises from 0: --warmup_steps, or else --warmup_ratio of all. Source: transformers 5."""
+    """Return the steps in which the rate rises from 0: --warmup_steps, or --warmup_ratio of all steps.
+
+    Source: transformers 5.
+    """
     if args.warmup_steps >= 1:
         return int(args.warmup_steps)
     return math.ceil((args.warmup_steps or args.warmup_ratio) * num_steps)
 
 
 def scheduler_class(name: str) -> type:
-    """DeepSpeed's class of a name, or torch's."""
+    """Return the class of this name from DeepSpeed, or from torch."""
     from deepspeed.runtime import lr_schedules
 
     return getattr(lr_schedules if name in DEEPSPEED else torch.optim.lr_scheduler, name)
 
 
 def parsed_kwargs(args: TrainingArguments) -> dict:
-    """--lr_scheduler_kwargs as an object. Raises ValueError where it is no JSON object."""
+    """Parse --lr_scheduler_kwargs. Raises ValueError if it is not a JSON object."""
     return json_object(args.lr_scheduler_kwargs or "{}")
 
 
 def kwargs_problem(args: TrainingArguments) -> str | None:
-    """The problem with --lr_scheduler_kwargs for --lr_scheduler_type, found by building the schedule; None if none."""
+    """Return the problem with --lr_scheduler_kwargs, found by building the schedule, or None."""
     try:
         kwargs = parsed_kwargs(args)
     except ValueError as error:
@@ -64,7 +67,7 @@ def kwargs_problem(args: TrainingArguments) -> str | None:
     name = args.lr_scheduler_type
     if not kwargs and name in NOT_TRIED:
         return None
-    # Not at the top: it imports peft and bitsandbytes where they are installed, which takes seconds.
+    # Not at the top: it imports peft and bitsandbytes if they are installed, and takes seconds.
     from transformers import get_scheduler
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 

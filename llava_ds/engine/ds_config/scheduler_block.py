@@ -30,12 +30,12 @@ TORCH = (
 )
 IMPOSSIBLE = {
     "ReduceLROnPlateau": "it follows an evaluation, and nothing is evaluated while training",
-    **{name: "it takes a function, which JSON can't hold" for name in ("LambdaLR", "MultiplicativeLR")},
-    **{name: "it takes other schedulers, which JSON can't hold" for name in ("SequentialLR", "ChainedScheduler")},
+    **{name: "it takes a function, and JSON can't hold one" for name in ("LambdaLR", "MultiplicativeLR")},
+    **{name: "it takes other schedulers, and JSON can't hold them" for name in ("SequentialLR", "ChainedScheduler")},
 }
-TRIED_STEPS = 20_000  # of a schedule: half a second
-# DeepSpeed's schedulers take any value and go wrong later. Its kind follows from the parameter's default; these are the
-# narrower bounds.
+TRIED_STEPS = 20_000  # steps of a schedule to try: half a second
+# DeepSpeed's schedulers accept any value and fail later. The expected kind follows from the parameter's default; these
+# are narrower bounds.
 AT_LEAST_ONE = ("warmup_num_steps", "total_num_steps", "lr_range_test_step_size", "cycle_first_step_size")
 UP_TO_ONE = ("warmup_min_ratio", "cos_min_ratio")
 BELOW_ONE = ("cycle_min_mom", "cycle_max_mom")
@@ -46,7 +46,7 @@ def resolve_block(draft: Draft, num_steps: int | None) -> None:
     """Fill the block from the flags, and refuse values that give no schedule. num_steps: as of resolve_scheduler."""
     block = draft.config["scheduler"]
     if not isinstance(block.get("type"), str):
-        return  # refused with the keys
+        return  # check_keys refused it
     for flag in ("lr_scheduler_type", "lr_scheduler_kwargs"):
         if flag in draft.args.given:
             draft.refuse(
@@ -58,11 +58,11 @@ def resolve_block(draft: Draft, num_steps: int | None) -> None:
         return
     draft.reasons.setdefault("scheduler.type", f"from the JSON, instead of {draft.args.training.lr_scheduler_type}")
     problems = len(draft.problems)
-    for key in ("last_batch_iteration", "last_epoch"):  # DeepSpeed's word and torch's for where the schedule begins
+    for key in ("last_batch_iteration", "last_epoch"):  # DeepSpeed's and torch's name for the first step
         if (begins := params.pop(key, -1)) not in (-1, AUTO) or isinstance(begins, bool):
             draft.refuse(
                 f"scheduler.params.{key} is {as_json(begins)} in the DeepSpeed JSON: remove it, or write -1; a resumed "
-                "run goes on in its schedule by itself"
+                "run continues its schedule by itself"
             )
     known = known_params(block["type"])
     _check_names(draft, block["type"], params, known)
@@ -73,7 +73,7 @@ def resolve_block(draft: Draft, num_steps: int | None) -> None:
 
 
 def known_params(name: str) -> dict[str, object]:
-    """The parameters of a scheduler, and their defaults."""
+    """Return the parameters of a scheduler, with their defaults."""
     of_class = inspect.signature(scheduler_class(name).__init__).parameters
     return {key: p.default for key, p in of_class.items() if key not in NOT_GIVEN}
 
@@ -84,7 +84,7 @@ def _is_known(draft: Draft, name: str) -> bool:
     every = (*DEEPSPEED, *TORCH)
     why, hint = "is unknown", did_you_mean(name, every, f"give one of {', '.join(sorted(every))}")
     if name in IMPOSSIBLE:
-        why, hint = f"can't be used here, for {IMPOSSIBLE[name]}", "use WarmupCosineLR or --lr_scheduler_type"
+        why, hint = f"can't be used here, because {IMPOSSIBLE[name]}", "use WarmupCosineLR or --lr_scheduler_type"
     draft.refuse(f"scheduler.type {as_json(name)} in the DeepSpeed JSON {why}: {hint}")
     draft.wrong.add("scheduler.type")
     return False
@@ -103,7 +103,8 @@ def _fill_params(draft: Draft, name: str, params: dict, known: dict[str, object]
         if draft.args.training.learning_rate == 0:
             draft.refuse(f"--learning_rate is 0, and {name} scales every group's rate by it: give a rate above 0")
     if name == "LRRangeTest" and draft.is_open("scheduler.params.lr_range_test_min_lr"):
-        # Where a test starts is not the rate to train with: written, it leaves the flag, and the groups' proportion.
+        # The start of a range test is not the training rate: a written value leaves the flag, and the groups'
+        # proportions, unchanged.
         draft.fill("scheduler.params.lr_range_test_min_lr", draft.args.training.learning_rate, "--learning_rate")
     if params.get("warmup_min_lr") == AUTO:
         draft.fill("scheduler.params.warmup_min_lr", 0, "as in Hugging Face's integration")
@@ -137,28 +138,28 @@ def _fill_warmup(draft: Draft, num_steps: int | None) -> None:
     elif flag in draft.args.given and draft.get(key) != wanted:
         draft.refuse(
             f"{key} is {as_json(draft.get(key))} in the DeepSpeed JSON but --{flag} is {getattr(training, flag):g}"
-            f"{'' if training.warmup_steps >= 1 else f', which is {wanted} of {num_steps} steps'}: make them equal, or "
+            f"{'' if training.warmup_steps >= 1 else f' ({wanted} of {num_steps} steps)'}: make them equal, or "
             'write "auto"'
         )
 
 
 def _check_momentum(draft: Draft, name: str, params: dict) -> None:
-    """DeepSpeed's OneCycle turns beta 1 with the rate and sets beta 2 to 0.99 on the way."""
+    """Refuse betas that DeepSpeed's OneCycle would overwrite: it cycles beta 1, and sets beta 2 to 0.99."""
     if name != "OneCycle" or params.get("cycle_momentum", True) is not True:
         return
     given = [f"--{flag}" for flag in ("adam_beta1", "adam_beta2") if flag in draft.args.given]
     if given:
         draft.refuse(
-            f"{' and '.join(given)} would be overwritten by OneCycle, which turns beta 1 and sets beta 2 to 0.99: "
+            f"OneCycle would overwrite {' and '.join(given)}: it cycles beta 1 and sets beta 2 to 0.99: "
             'leave the flag out, or write "cycle_momentum": false into scheduler.params'
         )
     draft.reasons["scheduler.type"] = (
-        f"from the JSON, instead of {draft.args.training.lr_scheduler_type}; turns beta 1, sets beta 2 to 0.99"
+        f"from the JSON, instead of {draft.args.training.lr_scheduler_type}; cycles beta 1, sets beta 2 to 0.99"
     )
 
 
 def _wanted(key: str, default: object, value: object) -> str | None:
-    """The kind of value to write for a parameter of DeepSpeed's schedulers instead; None where the value may stay."""
+    """Return the kind of value to write for a parameter of DeepSpeed's schedulers; None if the value is valid."""
     if key == "warmup_type":
         return None if value in WARMUP_TYPES else " or ".join(WARMUP_TYPES)
     if isinstance(default, bool):
@@ -177,7 +178,7 @@ def _wanted(key: str, default: object, value: object) -> str | None:
 
 def _check_values(draft: Draft, name: str, params: dict, known: dict[str, object]) -> None:
     for key, value in params.items():
-        if value == AUTO or key not in known or key == RATE_KEYS.get(name):  # that one was compared with the flag
+        if value == AUTO or key not in known or key == RATE_KEYS.get(name):  # the rate was compared with the flag
             continue
         if (name in DEEPSPEED or key in PER_GROUP) and (wanted := _wanted(key, known[key], value)):
             draft.refuse(f"scheduler.params.{key} is {as_json(value)} in the DeepSpeed JSON: write {wanted}")
@@ -185,7 +186,7 @@ def _check_values(draft: Draft, name: str, params: dict, known: dict[str, object
     filled = "scheduler.params.warmup_num_steps" in draft.reasons
     if is_number(total) and is_number(warmup) and warmup > total and not filled:
         draft.refuse(
-            f"scheduler.params.warmup_num_steps is {warmup} in the DeepSpeed JSON, of total_num_steps {total}: the "
+            f"scheduler.params.warmup_num_steps is {warmup} in the DeepSpeed JSON, total_num_steps is {total}: the "
             "rate would never fall, write fewer"
         )
     low, high = params.get("cycle_min_lr"), params.get("cycle_max_lr")
@@ -196,7 +197,7 @@ def _check_values(draft: Draft, name: str, params: dict, known: dict[str, object
 
 
 def _try_class(draft: Draft, name: str, params: dict, num_steps: int | None) -> None:
-    """Build the class on a tiny optimizer, and take the run's steps with it."""
+    """Try the class: build it on a tiny optimizer and take the run's steps."""
     values = {key: 1000 if value == AUTO else value for key, value in params.items()}
     if "total_num_steps" in known_params(name):
         values.setdefault("total_num_steps", 1000)
@@ -216,7 +217,7 @@ def _try_class(draft: Draft, name: str, params: dict, num_steps: int | None) -> 
 
 
 def _tiny_optimizer(draft: Draft) -> torch.optim.Optimizer:
-    """An optimizer that looks like the run's to a schedule: with betas, with momentum, or with neither."""
+    """Make a small optimizer with the run's kind of parameters: with betas, with momentum, or without both."""
     weights, rate = [torch.nn.Parameter(torch.zeros(1))], draft.args.training.learning_rate
     kind = draft.get("optimizer.type")
     if kind in ("SGD", "RMSprop"):

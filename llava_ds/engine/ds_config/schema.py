@@ -1,7 +1,7 @@
 """The keys of a DeepSpeed JSON and their kinds.
 
-DeepSpeed's own pydantic models are used where it has them, so that this page is true for the installed version; the
-other sections are written out here, and a test compares their names with DeepSpeed's source.
+DeepSpeed's own pydantic models are used if they exist, so that they match the installed version; the other sections are
+declared here, and a test compares their names with DeepSpeed's source.
 """
 
 import enum
@@ -99,9 +99,9 @@ class Timers(_Section):
 
 
 class DeepSpeedJson(_Section):
-    """The whole file, nulls and "auto" left out."""
+    """The whole file, without nulls and "auto"."""
 
-    train_batch_size: object = None  # these four are compared with flags, and their kind with them
+    train_batch_size: object = None  # these four and their kinds are compared with flags
     train_micro_batch_size_per_gpu: object = None
     gradient_accumulation_steps: object = None
     gradient_clipping: object = None
@@ -145,7 +145,7 @@ class DeepSpeedJson(_Section):
     dataloader_drop_last: bool = False
     vocabulary_size: Whole | None = None
 
-    # Other ways of training: keys.py says so when one is switched on.
+    # Other ways of training: keys.py refuses them if they are switched on.
     autotuning: dict = {}
     data_efficiency: dict = {}
     datastates_ckpt: dict = {}
@@ -157,7 +157,7 @@ class DeepSpeedJson(_Section):
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, object]:
-    """The keys of a section as a JSON writes them, and the annotation of each; aliases come first."""
+    """Map the keys of a section, in the JSON's spelling, to their annotations; aliases come first."""
     fields = {}
     for name, info in model.model_fields.items():
         for key in (info.alias, name):
@@ -167,19 +167,19 @@ def fields_of(model: type[BaseModel]) -> dict[str, object]:
 
 
 def options(annotation: object) -> tuple:
-    """The members of a union, without what Annotated adds; a single one for anything else."""
+    """Return the members of a union, without Annotated's metadata; for other annotations, the annotation itself."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     parts = typing.get_args(annotation) if is_union else (annotation,)
     return tuple(typing.get_args(part)[0] if typing.get_origin(part) is Annotated else part for part in parts)
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
-    """The model of a section; None for any other kind of value."""
+    """Return the model of a section; None for other kinds of values."""
     return next((o for o in options(annotation) if isinstance(o, type) and issubclass(o, BaseModel)), None)
 
 
 def sections(model: type[BaseModel] = DeepSpeedJson, prefix: str = "") -> dict[str, type[BaseModel]]:
-    """The models of all sections by dotted key; the whole JSON has the key ""."""
+    """Return the models of all sections by dotted key; the whole JSON has the key ""."""
     found = {prefix.removesuffix("."): model}
     for name, info in model.model_fields.items():
         if (below := section_of(info.annotation)) is not None:
@@ -188,7 +188,7 @@ def sections(model: type[BaseModel] = DeepSpeedJson, prefix: str = "") -> dict[s
 
 
 def default_of(key: str) -> object:
-    """DeepSpeed's default for a dotted key; None where it has none."""
+    """Return DeepSpeed's default for a dotted key, or None."""
     *path, name = key.split(".")
     model = sections().get(".".join(path))
     if model is None:
@@ -201,10 +201,10 @@ def default_of(key: str) -> object:
 
 @functools.cache
 def strict_model(model: type[BaseModel]) -> type[BaseModel]:
-    """A section's model that converts nothing: "false" is no boolean, and true no number.
+    """Make a section's model that converts nothing: it refuses "false" as a boolean, and true as a number.
 
-    DeepSpeed's models convert, while its code reads some of the same values unconverted; and they have an __init__ of
-    their own, within which pydantic forgets that validation is strict. Their validators are left out.
+    DeepSpeed's models convert values, but its code reads some of them unconverted; and pydantic's strict mode does not
+    reach into the models' own __init__. Their validators are left out.
     """
     fields = {name: (_strict(info.annotation), info) for name, info in model.model_fields.items()}
     config = ConfigDict(extra="forbid", strict=True, populate_by_name=True, protected_namespaces=())
@@ -212,29 +212,29 @@ def strict_model(model: type[BaseModel]) -> type[BaseModel]:
 
 
 def _strict(annotation: object) -> object:
-    """The annotation of a field in strict_model."""
+    """Return the annotation of a field in strict_model."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return Annotated[(_strict(arguments[0]), *arguments[1:])]
     if origin in (typing.Union, types.UnionType):
-        return typing.Union[tuple(map(_strict, arguments))]  # noqa: UP007 (of a number that is known at run time)
+        return typing.Union[tuple(map(_strict, arguments))]  # noqa: UP007 (number of members known only at run time)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return strict_model(annotation)
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         values = Literal[tuple(member.value for member in annotation)]
-        return Annotated[values, BeforeValidator(lambda v: v if type(v) is int else str(v))]  # no True, no 1.0
+        return Annotated[values, BeforeValidator(lambda v: v if type(v) is int else str(v))]  # refuses True and 1.0
     kinds = {int: Annotated[int, BeforeValidator(_whole)], float: Annotated[float, BeforeValidator(_number)]}
     return {**kinds, pathlib.Path: str}.get(annotation, annotation)
 
 
 def _whole(value: object) -> int:
-    """An integer, which may be written like 5e8."""
+    """Convert to an integer; accepts notations like 5e8."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= LARGEST or value % 1:
         raise PydanticCustomError("int_type", "no whole number")
     return int(value)
 
 
 def _number(value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= LARGEST:  # nan is not, either
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= LARGEST:  # also refuses nan
         raise PydanticCustomError("float_type", "no number")
     return float(value)

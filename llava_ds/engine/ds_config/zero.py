@@ -1,4 +1,4 @@
-"""ZeRO: the stage, sizes that follow from the language model's width, and offload."""
+"""ZeRO: stage, sizes derived from the language model's width, and offload."""
 
 import os
 
@@ -34,7 +34,7 @@ def resolve_zero(draft: Draft) -> None:
             draft.fill(f"zero_optimization.{key}", formula(draft.hidden_size), f"{words} ({draft.hidden_size})")
     stage = draft.get("zero_optimization.stage") or 0
     if stage < 3 and _set_value(draft, "offload_param") is not None:
-        # LLaVA-NeXT's zero2_offload.json has it: DeepSpeed passes over it.
+        # LLaVA-NeXT's zero2_offload.json has it: DeepSpeed ignores it.
         why = f"at stage {stage} every rank holds all parameters, there is nothing to offload"
         draft.fill("zero_optimization.offload_param.device", "none", why)
     _check_stage(draft, stage)
@@ -47,19 +47,19 @@ def resolve_zero(draft: Draft) -> None:
 
         for tool in missing_tools(draft.device_type, "async_io"):
             draft.refuse(
-                f'offloading to "nvme" reads and writes by an operator that DeepSpeed compiles when it starts, which '
+                f'offloading to "nvme" uses an operator that DeepSpeed compiles when it starts, and it '
                 f'needs {tool}: install it, or offload to "cpu"'
             )
 
 
 def offload_device(config: dict, part: str) -> str:
-    """The device to which offload_optimizer or offload_param moves states: "none", "cpu" or "nvme"."""
+    """Return the device to which offload_optimizer or offload_param moves states: "none", "cpu" or "nvme"."""
     section = config.get("zero_optimization", {}).get(part) or {}
     return section.get("device") or "none"
 
 
 def _set_value(draft: Draft, key: str) -> object:
-    """The value of a key of ZeRO's section; None where it is DeepSpeed's default."""
+    """Return the value of a key of ZeRO's section; None for a value that leaves the feature off."""
     value = offload_device(draft.config, key) if key in OFFLOADED else draft.get(f"zero_optimization.{key}")
     plain = value in (None, False, "none") or (value == 1 and value is not True)  # True == 1
     return None if plain else value
@@ -79,14 +79,14 @@ def _check_stage(draft: Draft, stage: int) -> None:
             )
     if stage == 0 and (value := _set_value(draft, "offload_optimizer")) is not None:
         draft.refuse(
-            f"zero_optimization.offload_optimizer is {as_json(value)} at stage 0, where there is nothing to offload: "
+            f"zero_optimization.offload_optimizer is {as_json(value)}, but stage 0 has nothing to offload: "
             "write stage 1, 2 or 3"
         )
     group = draft.get("zero_optimization.zero_hpz_partition_size") or 1
     ranks = draft.dp * draft.args.ranks_per_token
     if stage == 3 and group != AUTO and ranks % group:
         draft.refuse(
-            f"zero_optimization.zero_hpz_partition_size is {group}, which does not divide {ranks} ranks: "
+            f"zero_optimization.zero_hpz_partition_size is {group}, but it does not divide {ranks} ranks: "
             "write the number of GPUs of a node"
         )
     if draft.get("zero_optimization.stage3_module_granularity_threshold"):
@@ -97,14 +97,14 @@ def _check_stage(draft: Draft, stage: int) -> None:
 
 
 def _check_reduction(draft: Draft, stage: int) -> None:
-    """Check the settings by which gradients are summed over the ranks."""
+    """Check the settings for summing gradients over the ranks."""
     scatters = stage > 0 and draft.get("zero_optimization.reduce_scatter") is not False
     for key, plain in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
         value = draft.get(key)
         if scatters and value not in (None, plain, AUTO):
             draft.refuse(
-                f"{key} is {as_json(value)}, which DeepSpeed's reduce-scatter at stage {stage} does not know: remove "
-                'it, or write "reduce_scatter": false into zero_optimization'
+                f"{key} is {as_json(value)}, but DeepSpeed's reduce-scatter at stage {stage} does not support it: "
+                'remove it, or write "reduce_scatter": false into zero_optimization'
             )
     if draft.get("zero_optimization.compute_grad_norm") is False and stage in (1, 2) and draft.get("gradient_clipping"):
         draft.refuse("zero_optimization.compute_grad_norm is false, but gradient_clipping needs it: remove one")

@@ -78,14 +78,14 @@ def test_torchs_adamw_is_what_there_is_without_the_flag(optim):
         (
             {**block("AdamW8bit"), "zero_allow_untested_optimizer": False},
             {},
-            "optimizer.type AdamW8bit is not among those that DeepSpeed has tested under ZeRO-2: write "
-            '"zero_allow_untested_optimizer": true to use it all the same',
+            "DeepSpeed has not tested optimizer.type AdamW8bit under ZeRO-2: write "
+            '"zero_allow_untested_optimizer": true to use it anyway',
         ),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
             {"optim": "adamw_8bit"},
-            "--optim adamw_8bit with offload_optimizer: DeepSpeed's step in CPU memory is made for its own Adam with "
-            "fp32 states: remove it, or give --optim paged_adamw_8bit",
+            "--optim adamw_8bit with offload_optimizer: DeepSpeed's step in CPU memory works only for its own Adam "
+            "with fp32 states: remove it, or give --optim paged_adamw_8bit",
         ),
         # Not bitsandbytes' AdamW: no hint at something else of that sound, and no line about its "auto".
         (
@@ -103,7 +103,7 @@ def test_what_can_not_be_meant_is_refused(raw, flags, line):
 
 def test_without_bitsandbytes_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(optimizer_block, "find_spec", lambda name: None)
-    install = "is bitsandbytes', which is not installed: pip install 'llava_ds[qlora]'"
+    install = "needs bitsandbytes, but it is not installed: pip install 'llava_ds[qlora]'"
     assert refused({"zero_optimization": {"stage": 2}}, optim="adamw_bnb_8bit") == [f"--optim adamw_8bit {install}"]
     assert refused(block("Adam8bit", lr="auto")) == [f"optimizer Adam8bit {install}"]
     assert resolve(block("Adam8bit"), is_local=False)  # a plan for another machine

@@ -75,7 +75,7 @@ def test_deepspeeds_short_names_are_the_long_ones():
     config = resolve({"zero_optimization": zero}).config["zero_optimization"]
     assert config["stage3_param_persistence_threshold"] == 480 and config["stage3_max_live_parameters"] == 10
     [line] = refused({"zero_optimization": {**zero, "stage3_max_live_parameters": 5}})
-    assert "max_live_parameters and stage3_max_live_parameters, which are one key" in line
+    assert "max_live_parameters and stage3_max_live_parameters, but they are one key" in line
     [line] = refused({"zero_optimization": {"stage": 3, "module_granularity_threshold": 5}})
     assert line.startswith("zero_optimization.stage3_module_granularity_threshold ends this kind of model's first step")
 

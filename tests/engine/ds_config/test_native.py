@@ -36,8 +36,8 @@ def test_offload_to_nvme_says_what_it_needs(monkeypatch, tmp_path):
         "llava_ds.engine.ds_config.native_ops.missing_tools", lambda device, op: ["libaio"] if op == "async_io" else []
     )
     assert refused({"zero_optimization": NVME}) == [
-        'offloading to "nvme" reads and writes by an operator that DeepSpeed compiles when it starts, which needs '
-        'libaio: install it, or offload to "cpu"'
+        'offloading to "nvme" uses an operator that DeepSpeed compiles when it starts, and it needs libaio: install '
+        'it, or offload to "cpu"'
     ]
 
 
@@ -62,12 +62,14 @@ def test_an_estimate_for_another_machine_asks_nothing_of_this_one(bare):
 def test_compiling_is_said_before_it_begins_and_a_lock_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     [note] = native.compiling_notes(["cpu_adam"])
-    assert note == "DeepSpeed compiles its cpu_adam when it starts, which takes minutes, once"
+    assert note == "DeepSpeed compiles its cpu_adam when it starts; this takes minutes, once"
     (tmp_path / "cpu_adam").mkdir()
     (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
     assert native.compiling_notes(["cpu_adam"]) == []
     (tmp_path / "cpu_adam" / "lock").touch()
-    assert f"{tmp_path}/cpu_adam/lock is there: another process compiles it" in native.compiling_notes(["cpu_adam"])[1]
+    assert (
+        f"{tmp_path}/cpu_adam/lock exists: another process is compiling it" in native.compiling_notes(["cpu_adam"])[1]
+    )
 
 
 def test_the_operators_of_a_json_are_known():

@@ -77,7 +77,7 @@ def test_the_schedules_rate_and_the_optimizers_are_one():
     resolved = resolve(block("AdamW", lr="auto") | schedule)
     assert resolved.config["optimizer"]["params"]["lr"] == 5e-4 == resolved.args.training.learning_rate
     line = (
-        "optimizer.params.lr is 0.001 in the DeepSpeed JSON but scheduler.params.warmup_max_lr is 0.0005, which would "
+        "optimizer.params.lr is 0.001 in the DeepSpeed JSON but scheduler.params.warmup_max_lr is 0.0005 and would "
         'overwrite it: make them equal, or write "auto" for one'
     )
     assert line in refused(block("AdamW", lr=1e-3) | schedule)
@@ -96,7 +96,7 @@ def test_conflicts_name_flag_key_and_both_values():
     ]
 
 
-NEVER = "optimizer.type {} in the DeepSpeed JSON can't train here, for {}: use AdamW"
+NEVER = "optimizer.type {} in the DeepSpeed JSON can't train here, because {}: use AdamW"
 WRONG = [
     (block("AdamWW"), 'optimizer.type "AdamWW" in the DeepSpeed JSON is unknown: did you mean AdamW'),
     (block("Rmsprob"), 'optimizer.type "Rmsprob" in the DeepSpeed JSON is unknown: did you mean RMSprop'),
@@ -105,11 +105,11 @@ WRONG = [
         block("sgd"),
         'optimizer.type "sgd" in the DeepSpeed JSON is unknown: did you mean SGD',
     ),  # torch's in their own case
-    (block("LBFGS"), NEVER.format("LBFGS", "it calls the loss again within a step")[:80]),
+    (block("LBFGS"), NEVER.format("LBFGS", "it computes the loss again within a step")[:80]),
     (block("SparseAdam"), NEVER.format("SparseAdam", "it takes sparse gradients only")),
     (block("OneBitAdam"), NEVER.format("OneBitAdam", "DeepSpeed 0.19 has removed its 1-bit optimizers")),
     (block("onebitlamb"), NEVER.format("OneBitLamb", "DeepSpeed 0.19 has removed its 1-bit optimizers")),
-    (block("MuAdam"), NEVER.format("MuAdam", "it needs a model with the base shapes of the mup package")[:110]),
+    (block("MuAdam"), NEVER.format("MuAdam", "it needs a model with the mup package's base shapes")[:110]),
     (
         block("AdamW", weight_deacy=0.1),
         "optimizer.params.weight_deacy in the DeepSpeed JSON is unknown to AdamW: did you mean weight_decay?",
@@ -146,16 +146,16 @@ WRONG = [
     (block("Muon", muon_lr="x"), 'optimizer.params.muon_lr is "x" in the DeepSpeed JSON: write a number from 0'),
     (
         block("AdamW", adam_w_mode=False),
-        "optimizer.params.adam_w_mode is false with type AdamW, which DeepSpeed ignores: write type Adam",
+        "optimizer.params.adam_w_mode is false, but DeepSpeed ignores it for type AdamW: write type Adam",
     ),
     (
         block("AdamW", amsgrad=True, torch_adam=False),
-        'optimizer.params.amsgrad is true, which DeepSpeed\'s own Adam lacks: add "torch_adam": true',
+        'optimizer.params.amsgrad is true, but DeepSpeed\'s own Adam lacks it: add "torch_adam": true',
     ),
     (
         block("SGD", stage=3),
-        "optimizer.type SGD is not among those that DeepSpeed has tested under ZeRO-3: write "
-        '"zero_allow_untested_optimizer": true to use it all the same',
+        "DeepSpeed has not tested optimizer.type SGD under ZeRO-3: write "
+        '"zero_allow_untested_optimizer": true to use it anyway',
     ),
     (
         block("Muon", stage=3),
@@ -166,8 +166,8 @@ WRONG = [
         "gradient_clipping is 1.0, but under ZeRO-1 DeepSpeed clips Muon's updates instead of gradients: give "
         "--max_grad_norm 0 or use stage 0",
     ),
-    (block("Lamb"), "Lamb has a kernel for GPUs only, and there is none: use AdamW"),
-    (block("lion"), "Lion has a kernel for GPUs only, and there is none: use AdamW"),
+    (block("Lamb"), "Lamb has a kernel for GPUs only, and this machine has none: use AdamW"),
+    (block("lion"), "Lion has a kernel for GPUs only, and this machine has none: use AdamW"),
     (block("AdamW", eps="small"), 'optimizer.params.eps is "small" in the DeepSpeed JSON: write a number from 0'),
 ]
 
@@ -179,7 +179,7 @@ def test_a_block_that_can_not_train_is_refused(raw, expected):
 
 
 def test_a_decay_that_the_optimizer_does_not_know_is_refused():
-    line = "--weight_decay is 0.1, but Rprop knows no decay: give 0, or another optimizer"
+    line = "--weight_decay is 0.1, but Rprop has no decay: give 0, or another optimizer"
     assert line in refused(block("Rprop") | UNTESTED, weight_decay=0.1)
 
 
@@ -218,7 +218,7 @@ def test_what_only_deepspeeds_adam_knows_is_left_to_it(tools):
     assert "torch_adam" not in resolve(block("AdamW", bias_correction=False)).config["optimizer"]["params"]
     tools("g++")
     assert refused(block("AdamW", bias_correction=False)) == [
-        'AdamW is compiled by DeepSpeed when it starts, which needs ninja: install it, or write "torch_adam": true '
+        'DeepSpeed compiles AdamW when it starts, and needs ninja for it: install it, or write "torch_adam": true '
         "into optimizer.params"
     ]
 
@@ -228,7 +228,7 @@ def test_kernels_for_gpus_need_their_compiler(name, tools):
     tools("ninja")
     raw = block(name, stage=0)
     assert refused(raw, device_type="cuda") == [
-        f"{name} is compiled by DeepSpeed when it starts, which needs nvcc and g++: install them, or use AdamW with "
+        f"DeepSpeed compiles {name} when it starts, and needs nvcc and g++ for it: install them, or use AdamW with "
         "torch_adam"
     ]
     tools("ninja", "g++", "nvcc")
@@ -240,7 +240,7 @@ def test_muons_update_needs_a_compiler_or_to_be_told_so(tools, monkeypatch):
     monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
     raw = block("Muon", torch_adam=True)
     assert refused(raw) == [
-        "Muon's update is compiled by torch when training starts, which needs g++: install it, or set "
+        "torch compiles Muon's update when training starts, and needs g++ for it: install it, or set "
         "TORCH_COMPILE_DISABLE=1 in the environment"
     ]
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
@@ -250,7 +250,7 @@ def test_muons_update_needs_a_compiler_or_to_be_told_so(tools, monkeypatch):
 def test_lamb_wants_a_dynamic_loss_scale(tools):
     tools("ninja", "g++", "nvcc")
     fp16 = {"fp16": {"enabled": True, "loss_scale": 128}}
-    line = "fp16.loss_scale is 128, but DeepSpeed's Lamb wants a dynamic loss scale: write 0"
+    line = "fp16.loss_scale is 128, but DeepSpeed's Lamb needs a dynamic loss scale: write 0"
     assert line in refused(block("Lamb", stage=0) | fp16, device_type="cuda")
 
 
@@ -266,13 +266,17 @@ def test_without_a_block_nothing_is_filled_but_under_offload_deepspeeds_cpu_adam
 
 def test_offload_without_a_compiler_says_how_to_go_on(tools):
     tools("ninja", "nvcc")
-    needs = "is compiled by DeepSpeed when it starts, which needs g++: install it, or"
+    needs = "when it starts, and needs g++ for it: install it, or"
     assert offloaded({}).problems == [
-        f'AdamW {needs} write "zero_force_ds_cpu_optimizer": false to let torch compute AdamW'
+        f'DeepSpeed compiles AdamW {needs} write "zero_force_ds_cpu_optimizer": false to let torch compute AdamW'
     ]
     by_torch = 'write "torch_adam": true into optimizer.params'
     for name, instead in (("AdamW", by_torch), ("Muon", by_torch), ("Lion", "use AdamW with")):
-        assert offloaded({"optimizer": {"type": name}}).problems[-1].startswith(f"{name} {needs} {instead}")
+        assert (
+            offloaded({"optimizer": {"type": name}})
+            .problems[-1]
+            .startswith(f"DeepSpeed compiles {name} {needs} {instead}")
+        )
     assert offloaded({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}).problems == []
 
 

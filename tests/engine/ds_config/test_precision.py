@@ -47,8 +47,8 @@ def test_bf16_is_for_every_stage_and_fp16_from_the_first(stage):
         assert resolve(raw, device_type="cuda", fp16=True).dtype == torch.float16
     else:
         line = (
-            "fp16 is on at ZeRO-0, where DeepSpeed divides gradients by a loss scale that it has not multiplied the "
-            "loss by: use ds_configs/zero1.json, or --bf16"
+            "fp16 is on at ZeRO-0, but there DeepSpeed divides gradients by a loss scale without multiplying the loss "
+            "by it: use ds_configs/zero1.json, or --bf16"
         )
         assert refused(raw, device_type="cuda", fp16=True) == [line]
 
@@ -89,33 +89,33 @@ WRONG = [
     ({"fp16": {"min_loss_scale": 0}}, "fp16.min_loss_scale is 0 in the DeepSpeed JSON: write a whole number from 1"),
     (
         {"fp16": {"loss_scale": "auto"}},
-        'fp16.loss_scale is "auto", which neither Hugging Face\'s integration nor DeepSpeed fills in: leave it out',
+        "fp16.loss_scale is \"auto\", but Hugging Face's integration and DeepSpeed don't fill it in: leave it out",
     ),
     (
         {**ZERO0, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-        "bf16.bf16_master_weights_and_grads is true at ZeRO-0, which has no such weights: use a stage from 1, or",
+        "bf16.bf16_master_weights_and_grads is true, but ZeRO-0 has no such weights: use a stage from 1, or",
     ),
     (
         {**ZERO1, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-        "bf16.bf16_master_weights_and_grads is true, which needs zero_optimization.offload_optimizer with DeepSpeed's "
+        "bf16.bf16_master_weights_and_grads is true, but needs zero_optimization.offload_optimizer with DeepSpeed's "
         "CPU Adam, or bf16.bf16_optimizer_states true",
     ),
     (
         {**ZERO1, "fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
-        "fp16.fp16_master_weights_and_grads is true, which needs zero_optimization.offload_optimizer with",
+        "fp16.fp16_master_weights_and_grads is true, but needs zero_optimization.offload_optimizer with",
     ),
     (
         {**ZERO1, "bf16": {"enabled": True, "bf16_optimizer_states": True}},
-        "bf16.bf16_optimizer_states is true, which needs bf16.bf16_master_weights_and_grads true as well",
+        "bf16.bf16_optimizer_states is true, but needs bf16.bf16_master_weights_and_grads true as well",
     ),
     (autocast(dtype="float16"), "torch_autocast.dtype is float16, but there is no GPU: write bfloat16"),
     (
         autocast(lower_precision_safe_modules=["Linear"]),
-        "torch_autocast.lower_precision_safe_modules names Linear, which can't be imported: write a class with its",
+        "torch_autocast.lower_precision_safe_modules: Linear can't be imported: write a class with its",
     ),
     (
         {**autocast(dtype="float16"), "bf16": {"enabled": True}},
-        'torch_autocast.dtype is float16 beside bf16.enabled: write "bfloat16", or bf16 false',
+        'torch_autocast.dtype is float16 with bf16.enabled: write "bfloat16", or bf16 false',
     ),
     (
         {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}, "torch_autocast": {"enabled": True}},
@@ -123,7 +123,7 @@ WRONG = [
     ),
     (
         {**ZERO0, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
-        "data_types.grad_accum_dtype is fp32 at ZeRO-0, where gradients have the weights' bf16: leave it out, or",
+        "data_types.grad_accum_dtype is fp32, but at ZeRO-0 gradients have the weights' bf16: leave it out, or",
     ),
     (
         {**ZERO1, "bf16": {"enabled": True}, "data_types": {"param_dtype": "fp32"}},
@@ -141,7 +141,7 @@ def test_what_can_not_be_trained_in_is_refused(raw, expected):
 def test_clipping_under_autocasts_loss_scale_is_refused_where_zero_clips_first():
     raw = autocast(dtype="float16") | {"gradient_clipping": 1.0}
     line = (
-        "gradient_clipping is 1.0 with torch_autocast in float16, whose scaled gradients ZeRO would clip: give "
+        "gradient_clipping is 1.0 with torch_autocast in float16, but ZeRO would clip the scaled gradients: give "
         '--max_grad_norm 0, write "dtype": "bfloat16", or use stage 0'
     )
     assert refused(raw, device_type="cuda") == [line]

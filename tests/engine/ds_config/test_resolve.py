@@ -196,7 +196,7 @@ def test_two_given_numbers_win_over_a_default_total():
 
 def test_a_batch_that_does_not_come_out_is_refused():
     assert refused({}, train_batch_size=7, dp=2)[0].startswith(
-        "train_batch_size is 7, which 2 ranks can't share evenly: give 6 or 8"
+        "train_batch_size is 7, but 2 ranks can't share it evenly: give 6 or 8"
     )
     assert "give 4, or" in refused({}, train_batch_size=3, dp=4)[0]
     lines = refused({}, train_batch_size=20, per_device_train_batch_size=3, gradient_accumulation_steps=2)
@@ -221,7 +221,7 @@ def test_a_batch_that_does_not_come_out_is_refused():
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16.enabled and fp16.enabled are both true"),
         (
             {"flops_profiler": {"top_modules": "auto"}},
-            'flops_profiler.top_modules is "auto", which neither Hugging Face',
+            'flops_profiler.top_modules is "auto", but Hugging Face',
         ),
     ],
 )
@@ -373,9 +373,9 @@ def test_unknown_keys_are_named_with_the_nearest_known_one():
     with pytest.raises(ConfigError) as caught:
         resolve({"zero_optimisation": {"stage": 3}, "gradient_cliping": 1.0, "xyz": 1})
     lines = str(caught.value).splitlines()
-    assert "gradient_cliping in the DeepSpeed JSON is no key of DeepSpeed's: did you mean gradient_clipping?" in lines
-    assert "zero_optimisation in the DeepSpeed JSON is no key of DeepSpeed's: did you mean zero_optimization?" in lines
-    assert "xyz in the DeepSpeed JSON is no key of DeepSpeed's: DeepSpeed would ignore it, remove it" in lines
+    assert "gradient_cliping in the DeepSpeed JSON is not a DeepSpeed key: did you mean gradient_clipping?" in lines
+    assert "zero_optimisation in the DeepSpeed JSON is not a DeepSpeed key: did you mean zero_optimization?" in lines
+    assert "xyz in the DeepSpeed JSON is not a DeepSpeed key: DeepSpeed would ignore it, remove it" in lines
 
 
 def test_comments_may_stand_in_the_file_and_a_key_only_once(tmp_path):
@@ -383,7 +383,7 @@ def test_comments_may_stand_in_the_file_and_a_key_only_once(tmp_path):
     path.write_text('{\n  // why\n  "zero_optimization": {"stage": 2},  # and how\n  "steps_per_print": 5\n}')
     assert read_ds_config(path) == {"zero_optimization": {"stage": 2}, "steps_per_print": 5}
     path.write_text('{"bf16": {"enabled": true, "enabled": false}}')
-    with pytest.raises(ConfigError, match=r"ds.json: enabled stands twice in one object: remove one"):
+    with pytest.raises(ConfigError, match=r"ds.json: enabled occurs twice in one object: remove one"):
         read_ds_config(path)
     path.write_text('{"train_batch_size": 8 "steps_per_print": 5}')
     with pytest.raises(ConfigError, match=r"can't be read as JSON: .*line 1 column 24"):

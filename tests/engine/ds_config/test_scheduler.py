@@ -87,13 +87,17 @@ WRONG = [
     (
         block("ReduceLROnPlateau"),
         {},
-        'scheduler.type "ReduceLROnPlateau" in the DeepSpeed JSON can\'t be used here, for it follows an evaluation',
+        'scheduler.type "ReduceLROnPlateau" in the DeepSpeed JSON can\'t be used here, because it follows an eval',
     ),
-    (block("LambdaLR"), {}, 'scheduler.type "LambdaLR" in the DeepSpeed JSON can\'t be used here, for it takes a fun'),
+    (
+        block("LambdaLR"),
+        {},
+        'scheduler.type "LambdaLR" in the DeepSpeed JSON can\'t be used here, because it takes a fun',
+    ),
     (
         block("SequentialLR"),
         {},
-        'scheduler.type "SequentialLR" in the DeepSpeed JSON can\'t be used here, for it takes',
+        'scheduler.type "SequentialLR" in the DeepSpeed JSON can\'t be used here, because it takes',
     ),
     (
         block("WarmupLR", warmup_steps=3),
@@ -118,8 +122,8 @@ WRONG = [
     (
         block("WarmupLR", warmup_num_steps=5),
         {"warmup_ratio": 0.1},
-        "scheduler.params.warmup_num_steps is 5 in the DeepSpeed JSON but --warmup_ratio is 0.1, which is 10 of 100 "
-        'steps: make them equal, or write "auto"',
+        "scheduler.params.warmup_num_steps is 5 in the DeepSpeed JSON but --warmup_ratio is 0.1 (10 of 100 "
+        'steps): make them equal, or write "auto"',
     ),
     (
         block("WarmupLR", warmup_num_steps=5),
@@ -129,7 +133,7 @@ WRONG = [
     (
         block("WarmupDecayLR", warmup_num_steps=50, total_num_steps=20),
         {},
-        "scheduler.params.warmup_num_steps is 50 in the DeepSpeed JSON, of total_num_steps 20: the rate would never",
+        "scheduler.params.warmup_num_steps is 50 in the DeepSpeed JSON, total_num_steps is 20: the rate would never",
     ),
     (
         block("WarmupLR", warmup_num_steps=2.5),
@@ -154,7 +158,7 @@ WRONG = [
     (
         block("OneCycle", cycle_min_lr=1e-6),
         {"adam_beta1": 0.8},
-        "--adam_beta1 would be overwritten by OneCycle, which turns beta 1 and sets beta 2 to 0.99: leave the flag out",
+        "OneCycle would overwrite --adam_beta1: it cycles beta 1 and sets beta 2 to 0.99: leave the flag out",
     ),
     (block("WarmupLR"), {"learning_rate": 0}, "--learning_rate is 0, and WarmupLR scales every group's rate by it"),
     (

@@ -8,8 +8,8 @@ import pytest
 from ds_json import refused, resolve
 
 J = "in the DeepSpeed JSON"
-NO_KEY = f"{J} is no key of DeepSpeed's:"
-NO_FORMULA = "which neither Hugging Face's integration nor DeepSpeed fills in"
+NO_KEY = f"{J} is not a DeepSpeed key:"
+NO_FORMULA = "but Hugging Face's integration and DeepSpeed don't fill it in"
 EQUAL = 'make them equal, or write "auto"'
 
 
@@ -29,7 +29,7 @@ WRONG = [
     ({"fp8": {"enabled": True}}, {}, f'fp8 is {{"enabled": true}} {J}: remove it, weights train in the precision of bf16, fp16 or fp32'),
     ({"xyz": 1}, {}, f"xyz {NO_KEY} DeepSpeed would ignore it, remove it"),
     ({"reduce_scatter": True}, {}, f"reduce_scatter {NO_KEY} it belongs into zero_optimization"),
-    (zero(gradient_clipping=1), {}, f"zero_optimization.gradient_clipping {NO_KEY} it belongs to the top, into no section"),
+    (zero(gradient_clipping=1), {}, f"zero_optimization.gradient_clipping {NO_KEY} it belongs at the top level, outside sections"),
     (zero(overlap_com=True), {}, f"zero_optimization.overlap_com {NO_KEY} did you mean overlap_comm?"),
     (zero(stage3_prefetch=5), {}, f"zero_optimization.stage3_prefetch {NO_KEY} did you mean stage3_prefetch_bucket_size?"),
     ({"bf16": {"loss_scale": 0}}, {}, f"bf16.loss_scale {NO_KEY} it belongs into fp16"),
@@ -50,7 +50,7 @@ WRONG = [
     ({"moe": {"enabled": True, "ep_size": 2}}, {}, f"moe.enabled is true {J}: remove it, experts follow from flags: --moe_enable True, --num_experts, --top_k_experts and --moe_mode, and --ep_size or moe_expert_parallel_size for the ranks that share them"),
     ({"moe": {"enabled": False}}, {}, None),
     ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, {}, f"expert_parallel.enabled is true {J}: remove it, DeepSpeed 0.19.8's AutoEP fails with transformers 5 (_CanRecordRegistry.get() takes 2 arguments, 3 are given), and makes its experts after the optimizer's groups; a family with experts trains at stages 0 to 3 without it, and moe_expert_parallel_size shares out the experts of --moe_enable"),
-    ({"mpu": {"a": 1}}, {}, f'mpu is {{"a": 1}} {J}: remove it, it is an object of Megatron\'s: the sizes of the axes lay the ranks out'),
+    ({"mpu": {"a": 1}}, {}, f'mpu is {{"a": 1}} {J}: remove it, it is an object of Megatron\'s: here the sizes of the axes decide the layout of ranks'),
     *[
         (nothing, {}, None)
         for nothing in (
@@ -97,7 +97,7 @@ WRONG = [
     ({"train_batch_size": 0}, {}, f'train_batch_size is 0 {J}: write a whole number above 0, or "auto"'),
     ({"train_micro_batch_size_per_gpu": 2.5}, {}, f'train_micro_batch_size_per_gpu is 2.5 {J}: write a whole number above 0, or "auto"'),
     ({"gradient_accumulation_steps": True}, {}, f'gradient_accumulation_steps is true {J}: write a whole number above 0, or "auto"'),
-    ({"train_batch_size": 7}, {"dp": 2}, "train_batch_size is 7, which 2 ranks can't share evenly: give 6 or 8, or start another number of ranks"),
+    ({"train_batch_size": 7}, {"dp": 2}, "train_batch_size is 7, but 2 ranks can't share it evenly: give 6 or 8, or start another number of ranks"),
     (
         {"train_batch_size": 20, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2},
         {},
@@ -106,7 +106,7 @@ WRONG = [
     (
         {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3},
         {},
-        "train_batch_size is 8, to which micro-batches of 3 on 1 ranks do not add up: give a multiple of 3, or write "
+        "train_batch_size is 8, but micro-batches of 3 on 1 ranks do not add up to it: give a multiple of 3, or write "
         '"auto" for train_micro_batch_size_per_gpu',
     ),
     # A flag against the JSON
@@ -135,7 +135,7 @@ WRONG = [
         "one of them, both choose the checkpointed layers",
     ),
     # What does not go together
-    (offload("optimizer", 0, device="cpu"), {}, 'zero_optimization.offload_optimizer is "cpu" at stage 0, where there is nothing to offload: write stage 1, 2 or 3'),
+    (offload("optimizer", 0, device="cpu"), {}, 'zero_optimization.offload_optimizer is "cpu", but stage 0 has nothing to offload: write stage 1, 2 or 3'),
     (
         offload("optimizer", 2, device="nvme", nvme_path="."),
         {},
@@ -151,7 +151,7 @@ WRONG = [
     (
         zero(3, zero_hpz_partition_size=16),
         {"dp": 8},
-        "zero_optimization.zero_hpz_partition_size is 16, which does not divide 8 ranks: write the number of GPUs of a node",
+        "zero_optimization.zero_hpz_partition_size is 16, but it does not divide 8 ranks: write the number of GPUs of a node",
     ),
     (
         zero(zero_quantized_weights=True),
@@ -168,7 +168,7 @@ WRONG = [
     (
         {"prescale_gradients": True, **zero(2)},
         {},
-        "prescale_gradients is true, which DeepSpeed's reduce-scatter at stage 2 does not know: remove it, or write "
+        "prescale_gradients is true, but DeepSpeed's reduce-scatter at stage 2 does not support it: remove it, or write "
         '"reduce_scatter": false into zero_optimization',
     ),
     (
@@ -180,18 +180,18 @@ WRONG = [
         {"activation_checkpointing": {"contiguous_memory_optimization": True, "partition_activations": True}},
         {},
         "activation_checkpointing.contiguous_memory_optimization is true in the DeepSpeed JSON without "
-        "number_checkpoints: write number_checkpoints too, for DeepSpeed makes one buffer for that many partitioned "
+        "number_checkpoints: write number_checkpoints as well, because DeepSpeed makes one buffer for that many partitioned "
         "inputs of layers",
     ),
     (
         {"compile": {"deepcompile": True}, **zero()},
         {},
-        f"compile.deepcompile is true {J}, but there is no GPU, for which DeepCompile is made: remove it",
+        f"compile.deepcompile is true {J}, but DeepCompile needs a GPU, and there is none: remove it",
     ),
     (
         {"compile": {"deepcompile": True}},
         {"device_type": "cuda"},
-        "compile.deepcompile is true at ZeRO stage 0, where it does nothing: write stage 1, 2 or 3",
+        "compile.deepcompile is true, but does nothing at ZeRO stage 0: write stage 1, 2 or 3",
     ),
     ({"comet": {"enabled": True}}, {}, f"comet.enabled is true {J}, but comet_ml is not installed: pip install comet_ml, or write false"),
     # Gone from DeepSpeed, spelled as of old, or not driven here
@@ -200,7 +200,7 @@ WRONG = [
     (
         zero(mics_shard_size=8),
         {},
-        f"zero_optimization.mics_shard_size {J} is gone from DeepSpeed 0.19: write zero_hpz_partition_size, which shards "
+        f"zero_optimization.mics_shard_size {J} is gone from DeepSpeed 0.19: write zero_hpz_partition_size: it shards "
         "parameters within a node",
     ),
     ({"aio": {"thread_count": 1}}, {}, f"aio.thread_count {J} is an old spelling: write intra_op_parallelism"),
@@ -208,7 +208,7 @@ WRONG = [
     (
         {"gradient_allreduce_op": "sum"},
         {},
-        f'gradient_allreduce_op is "sum" {J}: remove it, the loss is divided by the tokens of all ranks, which takes '
+        f'gradient_allreduce_op is "sum" {J}: remove it, the loss is divided by the tokens of all ranks and needs '
         "their mean",
     ),
     (

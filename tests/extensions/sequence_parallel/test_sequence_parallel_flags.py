@@ -58,7 +58,7 @@ def test_every_problem_of_the_json_is_named_with_its_size():
     with pytest.raises(ConfigError) as refused:
         axes_from({"sequence_parallel_size": True, "train_batchsize": 4, "sequence_paralel_size": 2}, arguments())
     lines = sorted(str(refused.value).splitlines())
-    assert lines[0].startswith("sequence_paralel_size in the DeepSpeed JSON is no key")
+    assert lines[0].startswith("sequence_paralel_size in the DeepSpeed JSON is not a")
     assert "did you mean sequence_parallel_size?" in lines[0]
     assert lines[1].startswith("sequence_parallel_size is true in the DeepSpeed JSON: write a whole number")
     assert lines[2].startswith("train_batchsize")
