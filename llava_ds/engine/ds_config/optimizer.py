@@ -80,7 +80,7 @@ FROM_FLAGS = {
 
 
 def kernel_of(name: str, params: dict, offload: bool) -> str | None:
-    """The operator that DeepSpeed compiles for an optimizer, None where there is none to compile."""
+    """Return the operator that DeepSpeed compiles for an optimizer, or None."""
     if name in WITH_ADAM and params.get("torch_adam") is True:
         return None
     return OPTIMIZERS[name].offloaded_op if offload else OPTIMIZERS[name].op

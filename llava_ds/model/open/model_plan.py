@@ -183,9 +183,9 @@ class ModelPlan:
 def fit_vocabulary(
     config: PreTrainedConfig, sources: Sources, tokenizer: PreTrainedTokenizerBase, args: ModelArguments
 ) -> tuple[PreTrainedConfig, Sources, list[str]]:
-    """Add the tokens and the rows that the flags ask for, and note the number of rows on the tokenizer.
+    """Add the tokens and rows that the flags request, and record the number of rows on the tokenizer.
 
-    Returns configuration and sources of the language model, and lines for the start of a run. Raises ConfigError for
+    Returns configuration and sources of the language model, and lines to print at the start. Raises ConfigError for
     flags that resize twice.
     """
     lines: list[str] = []

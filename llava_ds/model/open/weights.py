@@ -164,7 +164,7 @@ def _without_metadata(path: Path, indices: list[Path], error: Exception) -> list
 
 
 def _shards(index: Path) -> list[Path]:
-    """The files of an index. Raises DataError for one that is not there."""
+    """Return the files of an index. Raises DataError for a missing file."""
     files = [index.parent / name for name in names_in(index)]
     if missing := [file.name for file in files if not file.is_file()]:
         raise DataError(f"{index.parent}: {index.name} names {', '.join(missing)}, but it is missing: copy it again")
@@ -172,7 +172,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def names_in(index: Path) -> list[str]:
-    """The files of weights that an index names. Raises DataError for what lies elsewhere."""
+    """Return the files that an index names. Raises DataError for files outside its folder."""
     names = sorted({str(name) for name in _weight_map(index).values()})
     if outside := [name for name in names if Path(name).name != name or not name.endswith(SUFFIXES)]:
         raise DataError(
@@ -202,7 +202,7 @@ def _own(file: Path) -> Path:
 
 
 def tensor_names(path: str | Path) -> set[str]:
-    """Names on disk of all tensors of a folder or file. Raises DataError for unreadable ones."""
+    """Return the names on disk of all tensors in a folder or file. Raises DataError for unreadable ones."""
     return {name for file in weight_files(path) for name in shapes_in(file)}
 
 
@@ -227,7 +227,7 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def load_pickle(file: Path) -> dict[str, torch.Tensor]:
-    """Tensors of a .bin file, mapped where its format allows it (all since torch 1.6)."""
+    """Load the tensors of a .bin file, mapped if its format allows it (all since torch 1.6)."""
     try:
         if (mapped := zipfile.is_zipfile(file)) and (packed := _compressed(file)):
             raise DataError(f"{file} is refused: its {packed} is compressed, unlike torch's files: copy it again")
