@@ -1,7 +1,7 @@
-"""Measure the speed of training beside transformers' Trainer, in one run: python run/dev/bench.py
+"""Compare training speed with transformers' Trainer in one run: python run/dev/bench.py
 
-About an hour on two idle cores; --quick takes a few minutes at toy sizes, whose ratios say little. Writes bench.json
-with all measurements and table.md into --output_dir.
+Takes about an hour on two idle cores; --quick takes a few minutes at toy sizes, with meaningless ratios. Writes
+bench.json with all measurements and table.md to --output_dir.
 """
 
 import sys
@@ -41,16 +41,16 @@ from llava_ds.runtime.ranks import quiet_libraries
 RANKS = 2
 WARM_UP = 1  # step
 
-# LLaVA-1.5 at a ninth of its lengths (64 features an image): attention, tower and padding have about the parts of the
-# work that they have at 7B. Deep rather than wide, because of what is saved in the last layer alone. The two differ in
-# the output layer, which has the part of a 7B's with 32k ids and of a 0.5B's with 152k.
+# LLaVA-1.5 at a ninth of its lengths (64 features per image): attention, tower and padding have about the same shares
+# of the work as at 7B. Deep rather than wide, because some tensors are saved only in the last layer. The two differ in
+# the output layer: its share is that of a 7B with 32k ids, or of a 0.5B with 152k.
 SMALL_VOCABULARY = Shape(
     "small vocabulary", hidden=256, intermediate=688, layers=12, heads=4, vocab=768,
     tower_hidden=128, tower_layers=3, tower_heads=2, patches=8, patch_size=8,
 )  # fmt: skip
 LARGE_VOCABULARY = replace(SMALL_VOCABULARY, name="large vocabulary", vocab=16_384)
-# The frozen tower computes 0.27 and 0.73 of what the language model does for the token of an image, as in Qwen2.5-VL-3B
-# (0.30) and SmolVLM2-2.2B (0.76), and the output layer has about the part that it has there.
+# The frozen tower computes 0.27 and 0.73 of the language model's work per image token, as in Qwen2.5-VL-3B (0.30) and
+# SmolVLM2-2.2B (0.76); the output layer's share is about the same as there.
 QWEN2_5_VL = Shape(
     "Qwen2.5-VL", family="qwen2_5_vl", hidden=256, intermediate=1408, layers=10, heads=8, key_heads=2, vocab=5_120,
     tower_hidden=160, tower_mlp=432, tower_layers=8, tower_heads=4,
@@ -67,7 +67,7 @@ QUICK_READY = {
 }  # fmt: skip
 
 
-# The least speed-up over the Trainer without and with recomputation.
+# Minimum speed-up over the Trainer, without and with recomputation.
 TARGETS = {
     ("stage2", SMALL_VOCABULARY.name): (1.8, 2.2),
     ("stage2", LARGE_VOCABULARY.name): (2.2, 2.5),
@@ -80,7 +80,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Part:
-    """The result of one part of the bench: table rows, and everything for the JSON."""
+    """The result of one part of the bench: table rows and JSON values."""
 
     rows: list[Row]
     measured: object
@@ -112,29 +112,31 @@ def main(argv: list[str]) -> None:
 
 
 def read_flags(argv: list[str]) -> argparse.Namespace:
-    """The command line, checked."""
+    """Parse and check the command line."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--only", help=f"some of {', '.join(PARTS)}, with commas (default: all)")
+    parser.add_argument("--only", help=f"parts to run, separated by commas: {', '.join(PARTS)} (default: all)")
     parser.add_argument(
-        "--rounds", type=number(Count), help="runs of each side, with --preset timed steps (default: 3, with --quick 1)"
+        "--rounds", type=number(Count), help="runs per side, or timed steps with --preset (default: 3, with --quick 1)"
     )
-    parser.add_argument("--quick", action="store_true", help="toy sizes: test that it works, not its speed")
+    parser.add_argument("--quick", action="store_true", help="toy sizes: a functional test, not a speed test")
     parser.add_argument(
         "--grouped",
         action="store_true",
-        help="stage 2 in the order of LLaVA's sampler, which pads less; default: as drawn, as the Trainer does",
+        help="stage 2 in the order of LLaVA's sampler (less padding); default: random order, like the Trainer",
     )
     parser.add_argument(
         "--preset",
         choices=list(PRESETS),
-        help="instead of these parts: LLaVA-1.5-7B in both stages on one H200, with random weights",
+        help="run LLaVA-1.5-7B in both stages on one H200 instead, with random weights",
     )
-    parser.add_argument("--train_flags", default="", help="with --preset: more flags of run/train.py, in one argument")
+    parser.add_argument(
+        "--train_flags", default="", help="with --preset: additional flags of run/train.py, in one argument"
+    )
     parser.add_argument("--output_dir", type=new_folder, default="output/bench", help="default: %(default)s")
     own = parser.parse_args(argv)
     own.only = list(PARTS) if own.only is None else own.only.split(",")
     if unknown := [name for name in own.only if name not in PARTS]:
-        raise ConfigError(f"--only names {', '.join(unknown)}: give some of {', '.join(PARTS)}")
+        raise ConfigError(f"--only has unknown parts {', '.join(unknown)}: choose from {', '.join(PARTS)}")
     if own.preset is not None:
         own.only = [own.preset]
     own.rounds = (1 if own.quick else 3) if own.rounds is None else own.rounds
@@ -142,7 +144,7 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
 
 
 def compare_training(stage: str, own: argparse.Namespace, folder: Path) -> Part:
-    """run/train.py beside the Trainer, at both shapes."""
+    """Compare run/train.py with the Trainer, at both shapes."""
     if importlib.util.find_spec("accelerate") is None:
         raise ConfigError(
             "transformers' Trainer needs accelerate: install the extra llava_ds[bench], or leave stages out"
@@ -182,7 +184,7 @@ def compare_training(stage: str, own: argparse.Namespace, folder: Path) -> Part:
 
 
 def measure_loop(name: str, own: argparse.Namespace, folder: Path) -> Part:
-    """Measure the cost of run/train.py's loop beside the bare engine, in stage 2."""
+    """Measure the overhead of run/train.py's loop over the bare engine, in stage 2."""
     shape = replace(SMALL_VOCABULARY, **QUICK) if own.quick else SMALL_VOCABULARY
     case = replace(case_of("stage2", shape, own), accumulation=1, num_steps=3)
     flags = write_case(case, folder, RANKS)
@@ -190,26 +192,26 @@ def measure_loop(name: str, own: argparse.Namespace, folder: Path) -> Part:
     launch(RANKS, "loop", report, [str(TRAIN), *flags, *more], folder / "log.txt")
     measured = json.loads(report.read_text())
     values = Spread(measured["overhead"], measured["overhead_least"], measured["overhead_most"])
-    what = "time of the loop beyond the bare engine's (at most 2 % is asked)"
+    what = "overhead of the loop over the bare engine (target: at most 2 %)"
     return Part([Row(what, values, "{:.2%}")], measured)
 
 
 def measure_loss(name: str, own: argparse.Namespace, folder: Path) -> Part:
-    """Measure the loss over supervised rows beside the one over all of them, at 32,000 ids, in this process."""
+    """Compare the loss over supervised rows with the loss over all rows, at 32,000 ids, in this process."""
     torch.set_num_threads(1)
     rows, measured = [], []
     for trains in (True, False):
         found = measure_output_loss(trains=trains, repeats=own.rounds + 2, **({"num_tokens": 256} if own.quick else {}))
-        what = f"loss over supervised rows, output layer {'trains' if trains else 'frozen'}"
+        what = f"loss over supervised rows, output layer {'trained' if trains else 'frozen'}"
         pairs = zip(found["all_seconds"]["full"], found["all_seconds"]["ours"])
         rows.append(Row(f"{what}: times faster", Spread.of([full / ours for full, ours in pairs]), asked=6.0))
-        rows.append(Row(f"{what}: times less memory", Spread.of([found["times_less_memory"]]), asked=6.0))
+        rows.append(Row(f"{what}: memory reduction factor", Spread.of([found["times_less_memory"]]), asked=6.0))
         measured.append(found)
     return Part(rows, measured)
 
 
 def measure_loader(name: str, own: argparse.Namespace, folder: Path) -> Part:
-    """Measure images per second and core: LLaVA's path, ours, and the fast one, with other images in every round."""
+    """Measure images per second and core: LLaVA's path, ours and the fast one, with new images in every round."""
     size = {"num_images": 3, "seconds": 1.0} if own.quick else {"num_images": 12, "seconds": 30.0}
     measured = [measure_decoding(**size, seed=number) for number in range(own.rounds)]
     rows = []
@@ -218,12 +220,12 @@ def measure_loader(name: str, own: argparse.Namespace, folder: Path) -> Part:
         for way, label in (("llava", "LLaVA's path"), ("ours", "exact"), ("fast", "--fast_image_decoding")):
             rows.append(Row(f"images/s and core, {ratio}: {label}", columns[f"{way}_per_s"], "{:.0f}"))
         rows.append(Row(f"{ratio}: --fast_image_decoding over LLaVA's path", columns["fast_over_llava"], asked=2.5))
-        rows.append(Row(f"{ratio}: its largest error, of 255 (at most 2 is asked)", columns["max_error"], "{:.0f}"))
+        rows.append(Row(f"{ratio}: its largest error, of 255 (target: at most 2)", columns["max_error"], "{:.0f}"))
     return Part(rows, measured)
 
 
 def run_preset(name: str, own: argparse.Namespace, folder: Path) -> Part:
-    """LLaVA-1.5-7B on one GPU, both stages; without a GPU a toy."""
+    """Run LLaVA-1.5-7B on one GPU, both stages; without a GPU, a toy model."""
     lines = [] if torch.cuda.is_available() else list(preset.NOT_MEASURED)
     print(*lines, sep="\n")
     rows, measured = [], {"notes": lines}
@@ -236,7 +238,7 @@ def run_preset(name: str, own: argparse.Namespace, folder: Path) -> Part:
 
 
 def case_of(stage: str, shape: Shape, own: argparse.Namespace) -> Case:
-    """LLaVA-1.5's 128 samples a step in stage 2 and 256 in stage 1, which on eight ranks are 16 and 32 for each."""
+    """Return a stage's case with LLaVA-1.5's samples per step: 256 in stage 1, 128 in stage 2, over 8 ranks."""
     captions = stage == "stage1"
     return Case(
         name=stage,
@@ -251,7 +253,7 @@ def case_of(stage: str, shape: Shape, own: argparse.Namespace) -> Case:
 
 
 def machine() -> dict[str, object]:
-    """The machine and versions that the figures belong to."""
+    """Describe the machine and the versions used."""
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
@@ -266,7 +268,7 @@ def machine() -> dict[str, object]:
     }
 
 
-# Name on --only: what measures it.
+# Part names for --only, with the function that measures each.
 PARTS = {
     "stage2": compare_training,
     "stage1": compare_training,

@@ -1,4 +1,4 @@
-"""Rebuild the tiny base weights that ship with the package: a CLIP tower and a Llama that never met each other.
+"""Rebuild the tiny base weights in the package: a CLIP tower and a Llama, trained separately.
 
 python run/dev/build_tiny.py --output llava_ds/tiny/weights
 """
@@ -25,8 +25,8 @@ Threads = Annotated[int, Bounds(1, 4096)]
 
 def main():
     parser = Parser(description=__doc__)
-    parser.add_argument("--output", type=new_folder, default=WEIGHTS_PATH, help="folder that gets clip/ and llama/")
-    parser.add_argument("--seed", type=number(Seed), default=0, help="of scenes, texts and initial weights")
+    parser.add_argument("--output", type=new_folder, default=WEIGHTS_PATH, help="folder for clip/ and llama/")
+    parser.add_argument("--seed", type=number(Seed), default=0, help="seed of scenes, texts and initial weights")
     parser.add_argument("--only", choices=("clip", "llama"), help="rebuild one of the two")
     parser.add_argument(
         "--threads", type=number(Threads), default=1, help="CPU threads; another number changes rounding"

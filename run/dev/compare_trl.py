@@ -1,8 +1,8 @@
-"""Compare TRL's formulas with the numbers that our tests hold ours to: run/dev/compare_trl.py --trl_python PYTHON
+"""Check TRL's formulas against the numbers in our tests: run/dev/compare_trl.py --trl_python PYTHON
 
-TRL computes losses and advantages of made-up log-probabilities. Those in tests/helpers/trl_losses.json, with which
-make test compares our losses, have to be the same; --write renews the file. TRL runs in an environment of its own,
-whose interpreter is PYTHON: make compare-trl makes one.
+TRL computes losses and advantages for made-up log-probabilities. They must equal those in
+tests/helpers/trl_losses.json, used by make test to check our losses; --write updates the file. TRL runs in its own
+environment with the interpreter PYTHON: make compare-trl creates it.
 """
 
 import sys
@@ -27,9 +27,9 @@ from llava_ds.tiny import LLAMA_PATH
 
 ROOT = Path(__file__).parents[2]
 FIXTURE = ROOT / "tests" / "helpers" / "trl_losses.json"
-LIMIT = 1e-5  # of the difference of a loss or an advantage
+LIMIT = 1e-5  # largest difference of a loss or an advantage
 PAIRS, PROMPTS, GENERATIONS, LONGEST, END = 3, 3, 4, 5, 2
-SMOOTHED = {"loss_types": ["aot"], "label_smoothing": 0.2}  # of one pair, it is the smoothed sigmoid
+SMOOTHED = {"loss_types": ["aot"], "label_smoothing": 0.2}  # for a single pair, equal to the smoothed sigmoid
 PAIR_CASES = [
     {"loss_types": ["sigmoid"]}, {"loss_types": ["hinge"]}, {"loss_types": ["ipo"]}, {**SMOOTHED, "alone": True},
     {"loss_types": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "alone": True},
@@ -49,11 +49,11 @@ POLICY_SETTINGS = [
 
 
 def main(argv: list[str]) -> None:
-    """Compare, or write."""
+    """Compare, or write the file."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl_python", required=True, help="interpreter of the environment that has TRL")
+    parser.add_argument("--trl_python", required=True, help="interpreter of TRL's environment")
     parser.add_argument("--output_dir", type=new_folder, default="output/compare-trl", help="default: %(default)s")
-    parser.add_argument("--write", action="store_true", help="renew the file of the tests")
+    parser.add_argument("--write", action="store_true", help="update the tests' file")
     own = parser.parse_args(argv)
     folder = Path(own.output_dir).resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,17 +74,17 @@ def main(argv: list[str]) -> None:
     largest, name = max(differences)
     print(f"{len(differences)} cases differ by at most {largest:.1e} from {FIXTURE.relative_to(ROOT)}")
     if not largest < LIMIT:
-        raise ConfigError(f"the numbers of {name} differ by {LIMIT:g} or more: look at what TRL changed, then --write")
+        raise ConfigError(f"the numbers of {name} differ by {LIMIT:g} or more: check TRL's changes, then use --write")
 
 
 def difference(known: dict, found: dict) -> float:
-    """The largest difference of two results' losses and advantages."""
+    """Return the largest difference between two results' losses and advantages."""
     numbers = ([each["loss"], *each.get("advantages", [])] for each in (known, found))
     return float(np.abs(np.subtract(*numbers)).max())
 
 
 def by_trl(python: str, folder: Path) -> dict[str, object]:
-    """Inputs and TRL's results: versions, pairs and policy as the file of the tests has them."""
+    """Return inputs and TRL's results: versions, pairs and policy, in the form of the tests' file."""
     rng = np.random.default_rng(7)
     pairs, policy = pair_cases(rng), policy_inputs(rng)
     given, results, log = (folder / name for name in ("given.json", "results.json", "log.txt"))
@@ -96,7 +96,7 @@ def by_trl(python: str, folder: Path) -> dict[str, object]:
     with log.open("w") as file:
         done = subprocess.run(command, env=environ, stdout=file, stderr=subprocess.STDOUT)
     if done.returncode:
-        raise ConfigError(f"{command[1]} failed, its log is {log}:\n{log.read_text()[-3000:]}")
+        raise ConfigError(f"{command[1]} failed, see its log {log}:\n{log.read_text()[-3000:]}")
     found = json.loads(results.read_text())
     for case, loss in zip(pairs, found["pairs"], strict=True):
         case["loss"] = loss
@@ -106,7 +106,7 @@ def by_trl(python: str, folder: Path) -> dict[str, object]:
 
 
 def as_text(found: dict[str, object]) -> str:
-    """JSON with a line for each case."""
+    """Format as JSON with a line per case."""
 
     def in_lines(values: list) -> str:
         return "[\n" + ",\n".join(json.dumps(value) for value in values) + "\n]"
@@ -117,7 +117,7 @@ def as_text(found: dict[str, object]) -> str:
 
 
 def pair_cases(rng: np.random.Generator) -> list[dict]:
-    """Cases with lengths (B, 2), rows of log-probabilities, chosen answers first, and reference (B, 2)."""
+    """Generate cases: lengths (B, 2), rows of log-probabilities with chosen answers first, and reference (B, 2)."""
     cases = []
     for case in PAIR_CASES:
         number = 1 if case.get("alone") else PAIRS
@@ -132,7 +132,7 @@ def pair_cases(rng: np.random.Generator) -> list[dict]:
 
 
 def policy_inputs(rng: np.random.Generator) -> dict[str, list]:
-    """Groups of answers, two of which are equal and some cut off, with log-probabilities under three models."""
+    """Generate groups of answers, two equal and some cut off, with log-probabilities under three models."""
     groups, rows = [], []
     for i in range(PROMPTS):
         answers, rewards = [], []
@@ -141,7 +141,7 @@ def policy_inputs(rng: np.random.Generator) -> dict[str, list]:
             ids = [*rng.integers(10, 300, size - 1).tolist(), END if ended else 300]
             triple = [logs(rng, size)]
             triple += [[round(value + rng.normal(0, 0.3), 4) for value in triple[0]] for _ in range(2)]
-            reward = float(rng.integers(0, 4)) if i else 1.5  # all of the first group have one reward
+            reward = float(rng.integers(0, 4)) if i else 1.5  # equal rewards in the first group
             if j == 1:
                 ids, ended, triple, reward = answers[0]["ids"], answers[0]["ended"], rows[-1], rewards[0]
             answers.append({"ids": ids, "ended": ended, "log_probs": triple[0]})
@@ -155,7 +155,7 @@ def policy_inputs(rng: np.random.Generator) -> dict[str, list]:
 
 
 def logs(rng: np.random.Generator, number: int) -> list[float]:
-    """Log-probabilities."""
+    """Generate log-probabilities."""
     return np.round(-rng.exponential(1.5, number), 4).tolist()
 
 

@@ -53,11 +53,11 @@ for each extension, `--help NAME` those of an extension, `--help all` everything
 
 
 class _Parser(Exception):
-    """The parser of a script, on its way out of the script's main()."""
+    """Carries a script's parser out of its main()."""
 
 
 def page(parsers: dict[str, argparse.ArgumentParser]) -> str:
-    """docs/flags.md."""
+    """Return the content of docs/flags.md."""
     lines = [INTRODUCTION, "## run/train.py\n", *train_flags(), *spellings(), *recipes()]
     for name, parser in parsers.items():
         if name != "train.py":
@@ -66,21 +66,21 @@ def page(parsers: dict[str, argparse.ArgumentParser]) -> str:
 
 
 def all_parsers() -> dict[str, argparse.ArgumentParser]:
-    """The parser of every script in run/, the bench's and build_tiny's; run/train.py's without opening DeepSpeed."""
+    """Return the parser of every script in run/, bench.py and build_tiny.py; run/train.py's without DeepSpeed."""
     others = [path for path in sorted(RUN.glob("*.py")) if path.name not in ("train.py", "rl.py")]
     others += [DEV / "bench.py", DEV / "build_tiny.py"]
     return {"train.py": build_parser(), **{path.name: parser_of(path) for path in others}}
 
 
 def train_flags() -> list[str]:
-    """A table for each section of the dataclasses, and then for each extension."""
+    """Return a table per section of the dataclasses, then per extension."""
     options = {action.dest: action for action in build_parser()._actions}
     lines = []
     extensions = {
         f"{name}: {trigger.title}": flags_class(name) for name, trigger in EXTENSIONS.items() if trigger.flags
     }
     for title, section in {**SECTIONS, **extensions}.items():
-        if not fields(section):  # values of other flags ask for it
+        if not fields(section):  # derived from other flags
             continue
         kinds = typing.get_type_hints(section)
         name = title.partition(":")[0]
@@ -102,7 +102,7 @@ def train_flags() -> list[str]:
 
 
 def value_of(name: str, kind: object, action: argparse.Action) -> str:
-    """The kind of a flag's value in a word, or its choices."""
+    """Describe a flag's value in a word, or list its choices."""
     if every_flag()[name].path:
         return "path"
     if name == "gradient_checkpointing":
@@ -117,7 +117,7 @@ def value_of(name: str, kind: object, action: argparse.Action) -> str:
 
 
 def spellings() -> list[str]:
-    """Words of LLaVA's and Hugging Face's scripts that have another meaning here, or none."""
+    """List words of LLaVA's and Hugging Face's scripts with a different meaning or no meaning here."""
     meant: dict[str, list[str]] = {}
     for word, meaning in CHECKPOINTING.items():
         if word != meaning:
@@ -135,9 +135,9 @@ def spellings() -> list[str]:
 
 
 def recipes() -> list[str]:
-    """A table of the recipes' values, a column for each."""
+    """Return a table of the recipes' values, a column per recipe."""
     found = {path.stem: read_recipe(path) for path in sorted((RUN / "recipes").glob("*.yaml"))}
-    objectives = {"sft", *every_objective()}  # without those of extensions that were deleted
+    objectives = {"sft", *every_objective()}  # without deleted extensions
     found = {name: recipe for name, recipe in found.items() if recipe.get("objective", "sft") in objectives}
     names = list(dict.fromkeys(name for recipe in found.values() for name in recipe))
     lines = ["### The recipes\n", row("flag", *found), "| --- |" + " --- |" * len(found)]
@@ -147,7 +147,7 @@ def recipes() -> list[str]:
 
 
 def parser_of(script: Path) -> argparse.ArgumentParser:
-    """The parser with which a script of run/ reads its command line, which it builds in main()."""
+    """Return the parser that a script of run/ builds in main()."""
     spec = importlib.util.spec_from_file_location(f"run_{script.stem}", script)
     module = importlib.util.module_from_spec(spec)
 
@@ -157,7 +157,7 @@ def parser_of(script: Path) -> argparse.ArgumentParser:
     reads, argparse.ArgumentParser.parse_known_args = argparse.ArgumentParser.parse_known_args, caught
     try:
         if str(script.parent) not in sys.path:
-            sys.path.append(str(script.parent))  # bench.py imports the modules beside it
+            sys.path.append(str(script.parent))  # bench.py imports modules in its folder
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported
             spec.loader.exec_module(module)
             module.main(*[[] for _ in inspect.signature(module.main).parameters])
@@ -169,7 +169,7 @@ def parser_of(script: Path) -> argparse.ArgumentParser:
 
 
 def script_flags(name: str, parser: argparse.ArgumentParser) -> list[str]:
-    """The section of another script."""
+    """Return the section of another script."""
     folder = "run/dev" if (DEV / name).exists() else "run"
     lines = [f"## {folder}/{name}\n", f"{described(parser.description)}\n", *HEAD]
     for action in parser._actions:
@@ -183,7 +183,7 @@ def script_flags(name: str, parser: argparse.ArgumentParser) -> list[str]:
 
 
 def described(text: str) -> str:
-    """A script's description, with the command in its first line marked as one."""
+    """Return a script's description, with the command in its first line marked as code."""
     first, _, rest = inspect.cleandoc(text).partition("\n")
     words, colon, command = first.partition(": python ")
     first = f"{words}: `python {command}`" if colon else first
@@ -192,13 +192,13 @@ def described(text: str) -> str:
 
 
 def kind_of(action: argparse.Action) -> str:
-    """The kind of value that a flag of another script takes."""
+    """Describe the value of another script's flag."""
     if action.choices is not None:
         return ", ".join(f"`{choice}`" for choice in action.choices)
     if action.nargs == 0:
         return "no value"
     gives = action.type
-    if inspect.isfunction(gives) and gives not in (given_path, new_folder):  # one that checks, and says what it returns
+    if inspect.isfunction(gives) and gives not in (given_path, new_folder):  # a checker, annotated with its return type
         gives = typing.get_type_hints(gives).get("return")
     kinds = {int: "whole number", float: "number", Path: "path", given_path: "path", new_folder: "path"}
     kind = kinds.get(gives, "text")
@@ -206,16 +206,16 @@ def kind_of(action: argparse.Action) -> str:
 
 
 def shown(value: object) -> str:
-    """A default as it would be written on the command line."""
+    """Format a default as on the command line."""
     if value in (None, "", []):
         return ""
-    if isinstance(value, (str, Path)) and Path(value).is_absolute():  # one that lies in this repository
+    if isinstance(value, (str, Path)) and Path(value).is_absolute():  # inside this repository
         value = Path(value).relative_to(RUN.parent.resolve())
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 
 
 def in_markdown(text: str) -> str:
-    """A text on one line, with what is code marked as such."""
+    """Return a text on one line, with code marked."""
     text = " ".join(text.split())
     return re.sub(r"(?<![\w`-])(--\w+|[\w-]*<\w+>|\w+\[\w+\]|\{[^{}]*\})", r"`\1`", text)
 

@@ -1,6 +1,6 @@
-"""Measure a part of the package by itself: python run/dev/measure.py NAME [--flag value ...]
+"""Measure one part of the package: python run/dev/measure.py NAME [--flag value ...]
 
-NAME -h says what is measured and which flags there are.
+NAME -h describes the measurement and its flags.
 """
 
 import argparse
@@ -8,7 +8,7 @@ import importlib
 import inspect
 import sys
 
-# What is measured, a function, by its name: the module of run/dev/measured/ that has it.
+# Measurement functions by name, with their modules in run/dev/measured/.
 MEASUREMENTS = {
     "planning": "step_planning",
     **dict.fromkeys(("packing", "preflight"), "data_costs"),
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
 
 
 def flags_of(measure) -> argparse.ArgumentParser:
-    """A parser with a flag for each parameter of a function, of the kind of its default."""
+    """Build a parser with a flag per parameter of a function, typed like its default."""
     parser = argparse.ArgumentParser(
         prog=f"measure.py {measure.__name__}",
         description=inspect.getdoc(measure),

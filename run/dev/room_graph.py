@@ -1,7 +1,6 @@
 """Draw the imports between the rooms of llava_ds as a mermaid graph: python run/dev/room_graph.py [--write PAGE]
 
-An arrow leads from a room to one that it imports. Arrows that follow from others (a room reached by a longer way) are
-left out.
+An arrow points from a room to a room that it imports. Arrows implied by a longer path are left out.
 """
 
 import argparse
@@ -14,18 +13,18 @@ BLOCK = re.compile(r"```mermaid\n.*?```\n", re.DOTALL)
 
 
 def room_of(path: Path) -> str:
-    """The folder or module of llava_ds/ that a file belongs to, or run."""
+    """Return the folder or module of llava_ds/ that a file belongs to, or run."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return "run" if parts[0] == "run" else parts[1]
 
 
 def is_extensions(path: Path) -> bool:
-    """True for a file of an extension's folder: nothing imports those, and each of them may be deleted."""
+    """True for a file in an extension's folder: nothing imports these, and each may be deleted."""
     return path.relative_to(ROOT).parts[1] == "extensions" and path.parent.name != "extensions"
 
 
 def imported_rooms(source: str) -> set[str]:
-    """Rooms that a file imports from, also within functions; not those of which it needs types alone."""
+    """Return the rooms that a file imports from, also inside functions; without imports for types only."""
     names, tree = [], ast.parse(source)
     tree.body = [
         node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
@@ -39,7 +38,7 @@ def imported_rooms(source: str) -> set[str]:
 
 
 def room_imports() -> dict[str, set[str]]:
-    """Of every room, the others that it imports."""
+    """Map every room to the other rooms that it imports."""
     graph: dict[str, set[str]] = {}
     for path in [*(ROOT / "llava_ds").rglob("*.py"), *(ROOT / "run").rglob("*.py")]:
         room = room_of(path)
@@ -49,7 +48,7 @@ def room_imports() -> dict[str, set[str]]:
 
 
 def without_shortcuts(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The graph without arrows to rooms that another arrow leads to. It has no circles: tests/test_imports.py."""
+    """Drop arrows that a longer path implies. The graph has no cycles: tests/test_imports.py."""
 
     def reached(room: str) -> set[str]:
         return graph[room].union(*(reached(other) for other in graph[room]))
@@ -58,7 +57,7 @@ def without_shortcuts(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def mermaid() -> str:
-    """The fenced block for a page."""
+    """Return the fenced block for a page."""
     graph = without_shortcuts(room_imports())
     arrows = [f"    {room} --> {other}" for room in sorted(graph) for other in sorted(graph[room])]
     return "\n".join(["```mermaid", "graph TD", *arrows, "```"]) + "\n"
@@ -66,7 +65,7 @@ def mermaid() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, help="a page whose mermaid block is replaced (default: print it)")
+    parser.add_argument("--write", type=Path, help="page in which to replace the mermaid block (default: print it)")
     args = parser.parse_args()
     if args.write is None:
         print(mermaid(), end="")

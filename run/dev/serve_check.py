@@ -1,7 +1,7 @@
-"""Compare the answers of programs that serve an export with run/evaluate.py's: python run/dev/serve_check.py
+"""Compare the answers of servers of an export with run/evaluate.py's: python run/dev/serve_check.py
 
-Every program is asked the same held-out questions, greedily, in the way that its documentation shows, without extra
-fields that would repair a prompt. The table says how many answers are equal.
+Every program gets the same held-out questions, greedily, used as its documentation shows, without extra fields that
+would repair a prompt. The table counts equal answers.
 """
 
 from llava_ds.runtime.command import Parser, begin, exit_with, given_path, new_folder
@@ -47,12 +47,12 @@ from llava_ds.tiny.default import heldout_data
 ROOT = Path(__file__).parents[2]
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 START_S = 600  # for a server to listen
-SHOWN_CHARS = 2000  # of the output of one that does not
+SHOWN_CHARS = 2000  # of the output of a server that fails to start
 BATCH_SIZE = 48  # run/evaluate.py's
 GGUF_TYPES = ("float32", "float16", "q8_0")
 PACKAGES = ("transformers", "torch", "pillow", "fastapi", "uvicorn", "openai")
 
-# The texts of the answers of the model at a path to questions, with this many tokens at most.
+# Maps a model path, questions and the maximum number of tokens to answers.
 Asking = Callable[[str, list[Question], int], list[str]]
 
 
@@ -60,7 +60,9 @@ def main() -> None:
     args = parse()
     quiet_libraries()
     if not (Path(args.model_path) / "config.json").is_file():
-        raise ConfigError(f"--model_path {args.model_path}: it has no config.json: run make finetune, or name another")
+        raise ConfigError(
+            f"--model_path {args.model_path}: no config.json there: run make finetune, or give another folder"
+        )
     data_path, image_folder = heldout_data("~/.cache/llava_ds")
     questions = read_questions("llava", Given(data_path, image_folder=image_folder), args.questions)
     if args.vllm_python is not None:
@@ -76,11 +78,11 @@ def main() -> None:
         report = {"versions": versions, "model_path": args.model_path, "paths": rows}
         (Path(args.output) / "serve-check.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if different := [name for name, row in rows.items() if row["must"] and row["equal"] < row["of"]]:
-        raise ConfigError(f"the answers of {', '.join(different)} are not run/evaluate.py's")
+        raise ConfigError(f"the answers of {', '.join(different)} differ from run/evaluate.py's")
 
 
 def compare(paths: dict[str, Asking], questions: list[Question], args: argparse.Namespace) -> dict[str, dict]:
-    """Ask the questions by every path, print how many answers are run/evaluate.py's, and return that as rows."""
+    """Run the questions through every path, print the number of answers equal to run/evaluate.py's, and return rows."""
     expected = evaluated(args.model_path, questions, args.max_new_tokens)
     return {name: row(name, asking, questions, expected, args) for name, asking in paths.items()}
 
@@ -93,7 +95,7 @@ def row(
     args: argparse.Namespace,
     must: bool = True,
 ) -> dict:
-    """Ask by one path, print how many answers are the expected ones, and return that. must: all have to be."""
+    """Run one path, print the number of expected answers, and return it. must: True if all have to be equal."""
     start = time.perf_counter()
     answers = asking(args.model_path, questions, args.max_new_tokens)
     wrong = [i for i, (one, other) in enumerate(zip(expected, answers, strict=True)) if one != other]
@@ -105,10 +107,10 @@ def row(
 
 
 def compare_llama_cpp(questions: list[Question], args: argparse.Namespace) -> dict[str, dict]:
-    """Ask llama.cpp without images and with them. The latter's answers are compared with run/evaluate.py's, and with
-    those of the same model whose class token stands where llama.cpp puts it: one of both it has to be.
+    """Run llama.cpp without and with images. Answers with images are compared with run/evaluate.py's, and with those of
+    the same model with the class token in llama.cpp's position: they must equal one of the two.
 
-    float16 rounds what goes through the matrices, too, and q8_0 is another model, so they may differ.
+    float16 also rounds the inputs of matrices, and q8_0 is a different model, so their answers may differ.
     """
     rows = {}
     text = [without_image(question) for question in questions]
@@ -131,19 +133,19 @@ def parse() -> argparse.Namespace:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--model_path", type=given_path, default="output/tiny-finetune", help="an export (default: %(default)s)")
-    add("--questions", type=number(Count), default=60, help="the first held-out ones (default: %(default)s)")
+    add("--questions", type=number(Count), default=60, help="number of held-out questions (default: %(default)s)")
     add("--max_new_tokens", type=number(Count), default=64, help="longest answer (default: %(default)s)")
     add("--only", nargs="+", choices=[*PATHS], help="some of the paths (default: all)")
-    add("--vllm_python", type=given_path, help="Python of an environment with vLLM: vLLM is asked, and nothing else")
+    add("--vllm_python", type=given_path, help="Python of an environment with vLLM: test only vLLM")
     add("--llama_cpp_python", type=given_path, help="the same for llama.cpp, of the package xllamacpp")
     add("--output", type=new_folder, help="folder for serve-check.json")
     return parser.parse_args()
 
 
 def evaluated(model_path: str, questions: list[Question], max_new_tokens: int, misplaced: bool = False) -> list[str]:
-    """The answers by the functions that run/evaluate.py calls, in its batches.
+    """Return the answers from run/evaluate.py's functions, in its batches.
 
-    misplaced: with CLIP's class token where llama.cpp puts it.
+    misplaced: put CLIP's class token where llama.cpp puts it.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ranks, found, loaded = Ranks(0, 0, 1, device), dict[int, Answer](), load_model(model_path)
@@ -156,41 +158,43 @@ def evaluated(model_path: str, questions: list[Question], max_new_tokens: int, m
 
 
 def misplace_class_token(embeddings: torch.nn.Module, _, hidden: torch.Tensor) -> torch.Tensor:
-    """Put the class token behind the patches, and leave the positions where they are: hidden (N, 1 + P, D).
+    """Move the class token after the patches without moving positions: hidden (N, 1 + P, D).
 
-    llama.cpp's tools/mtmd/models/llava.cpp does so, and leaves out the first row before the projector, as if it were
-    the class token's: a patch's position is that of its neighbour, and the first patch is missing.
+    llama.cpp's tools/mtmd/models/llava.cpp does this and drops the first row before the projector as if it were the
+    class token: each patch gets its neighbour's position, and the first patch is missing.
     """
     positions = embeddings.position_embedding.weight
     return torch.roll(hidden - positions, -1, dims=1) + positions
 
 
 def as_chat(question: Question, image_part: Callable[[str], dict]) -> list[dict]:
-    """A question as a chat, with images before the text of their message, as training had them."""
+    """Convert a question to a chat, with images before the text of their message, as in training."""
     images, chat = iter(question.prompt.images), []
     for message in question.prompt.messages:
         marks = message.text.count(IMAGE_TOKEN)
         text = message.text.removeprefix(f"{IMAGE_TOKEN}\n" * marks)
         if IMAGE_TOKEN in text:
-            raise ConfigError(f"question {question.id} has an image behind text, which a chat's parts don't keep")
+            raise ConfigError(
+                f"question {question.id} has an image after text, but a chat's parts don't keep that order"
+            )
         parts = [image_part(next(images)) for _ in range(marks)] + [{"type": "text", "text": text}]
         chat.append({"role": ROLES[message.role], "content": parts})
     return chat
 
 
 def loaded_image(path: str) -> dict:
-    """transformers' part for an image."""
+    """Return transformers' message part for an image."""
     return {"type": "image", "image": load_image(path)}
 
 
 def image_url(path: str) -> dict:
-    """OpenAI's part for an image."""
+    """Return OpenAI's message part for an image."""
     data = base64.b64encode(Path(path).read_bytes()).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
 def by_pipeline(model_path: str, questions: list[Question], max_new_tokens: int) -> list[str]:
-    """Ask transformers' pipeline("image-text-to-text")."""
+    """Answer with transformers' pipeline("image-text-to-text")."""
     from transformers import pipeline
 
     pipe = pipeline("image-text-to-text", model=model_path, dtype="auto")
@@ -203,7 +207,7 @@ def by_pipeline(model_path: str, questions: list[Question], max_new_tokens: int)
 
 
 def by_processor(model_path: str, questions: list[Question], max_new_tokens: int, **options: object) -> list[str]:
-    """Write the chat template's text, give it to the processor, and generate. options: of the processor."""
+    """Apply the chat template, run the processor, and generate. options: the processor's."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     model = AutoModelForImageTextToText.from_pretrained(model_path, dtype="auto").eval()
@@ -223,7 +227,7 @@ def by_processor(model_path: str, questions: list[Question], max_new_tokens: int
 
 
 def by_transformers_serve(model_path: str, questions: list[Question], max_new_tokens: int) -> list[str]:
-    """Ask transformers serve by the openai client."""
+    """Answer with transformers serve, through the openai client."""
     port = free_port()
     command = [sys.executable, "-m", "transformers.cli.transformers", "serve", model_path, "--port", str(port)]
     with running(command, port, {}):
@@ -233,7 +237,7 @@ def by_transformers_serve(model_path: str, questions: list[Question], max_new_to
 def by_chat_serve(
     model_path: str, questions: list[Question], max_new_tokens: int, streams: bool = False, engine: str = "hf"
 ) -> list[str]:
-    """Ask run/chat.py --serve by the openai client."""
+    """Answer with run/chat.py --serve, through the openai client."""
     port, key = free_port(), secrets.token_urlsafe(16)
     command = [sys.executable, str(ROOT / "run" / "chat.py"), "--serve", "--model_path", model_path, "--engine", engine]
     with running([*command, "--port", str(port), "--quiet"], port, {"LLAVA_DS_API_KEY": key}):
@@ -242,17 +246,17 @@ def by_chat_serve(
 
 
 def by_vllm(python: str, model_path: str, questions: list[Question], max_new_tokens: int) -> list[str]:
-    """Ask vLLM by the openai client. python: of vLLM's own environment."""
+    """Answer with vLLM, through the openai client. python: of vLLM's environment."""
     port = free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model_path, "--dtype", "float32"]
-    # Of no model but the one in the folder; 1 GiB for keys and values, where 4 are the default.
+    # Use only the model in the folder; 1 GiB for keys and values instead of the default 4.
     variables = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with running([*command, "--host", "127.0.0.1", "--port", str(port)], port, variables):
         return by_client(port, "none", model_path, questions, max_new_tokens)
 
 
 def by_llama_cpp(python: str, dtype: str, model_path: str, questions: list[Question], max_new_tokens: int) -> list[str]:
-    """Export as GGUF, and ask llama.cpp's server by the openai client. python: of the environment of xllamacpp."""
+    """Export as GGUF and answer with llama.cpp's server, through the openai client. python: with xllamacpp."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         export = [sys.executable, str(ROOT / "run" / "export.py"), model_path, "--format", "gguf", "--dtype", dtype]
@@ -264,7 +268,7 @@ def by_llama_cpp(python: str, dtype: str, model_path: str, questions: list[Quest
 def by_client(
     port: int, key: str, name: str, questions: list[Question], max_new_tokens: int, streams: bool = False
 ) -> list[str]:
-    """Ask by the official client, one question after the other."""
+    """Answer with the official client, one question after the other."""
     import openai
 
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=300)
@@ -283,7 +287,7 @@ def by_client(
 
 @contextlib.contextmanager
 def running(command: list[str], port: int, variables: dict[str, str]) -> Iterator[None]:
-    """Start a server, wait until /health answers, and end it. Raises ConfigError with the end of its output."""
+    """Start a server, wait until /health answers, and stop it at the end. Raises ConfigError with its last output."""
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
             command, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -317,7 +321,7 @@ def _is_healthy(port: int) -> bool:
 PATHS: dict[str, Asking] = {
     "pipeline": by_pipeline,
     "template, then processor": by_processor,
-    "the same, no special tokens": lambda *given: by_processor(*given, add_special_tokens=False),  # as vLLM
+    "the same, no special tokens": lambda *given: by_processor(*given, add_special_tokens=False),  # like vLLM
     "transformers serve": by_transformers_serve,
     "run/chat.py --serve": by_chat_serve,
     "the same, streamed": lambda *given: by_chat_serve(*given, streams=True),

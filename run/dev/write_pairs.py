@@ -1,9 +1,9 @@
 """Write pairs of answers to questions about generated scenes, for make dpo and make reward:
 run/dev/write_pairs.py FOLDER
 
-FOLDER has train.json and heldout.json of run/dev/write_questions.py. PREFIX-train.json and PREFIX-heldout.json beside
-them have the right answer as chosen. The rejected one is any wrong answer to such a question, all equally likely; or
-with --drawn_from a model's own, as likely as the model gives it among the wrong ones; with --drawn_kinds only to
+FOLDER contains train.json and heldout.json from run/dev/write_questions.py. PREFIX-train.json and PREFIX-heldout.json
+are written there, with the correct answer as chosen. The rejected answer is a random wrong answer to such a question,
+or with --drawn_from a model's own, as likely as the model makes it among the wrong ones; with --drawn_kinds only for
 questions of these kinds.
 """
 
@@ -22,7 +22,7 @@ from llava_ds.extensions.infer.generate import Prompt
 from llava_ds.runtime.ranks import Ranks, progress_bar, quiet_libraries
 from llava_ds.tiny.questions import ANSWERS, KINDS
 
-TOGETHER = 16  # questions judged at once
+TOGETHER = 16  # questions per batch
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--prefix", default="pairs")
-    parser.add_argument("--drawn_from", help="folder of a model")
+    parser.add_argument("--drawn_from", help="folder of the model that draws the rejected answers")
     parser.add_argument("--drawn_kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--train", type=int, default=16_000)
     parser.add_argument("--heldout", type=int, default=2_000)
@@ -50,7 +50,7 @@ def main() -> None:
 def wrong_answers(
     records: list[dict], args: argparse.Namespace, judge: Judge | None, rng: np.random.Generator
 ) -> list[str]:
-    """A wrong answer to every record's question."""
+    """Return a wrong answer to every record's question."""
     wrong = [[answer for answer in ANSWERS[each["kind"]] if answer != right(each)] for each in records]
     chances = [np.full(len(answers), 1 / len(answers)) for answers in wrong]
     if judge is not None:
@@ -67,17 +67,17 @@ def wrong_answers(
 
 
 def prompt_of(record: dict, folder: Path) -> Prompt:
-    """The record's question and image."""
+    """Return the record's question and image."""
     return Prompt((Message("human", record["conversations"][0]["value"]),), (str(folder / record["image"]),))
 
 
 def right(record: dict) -> str:
-    """The record's answer."""
+    """Return the record's answer."""
     return record["conversations"][1]["value"]
 
 
 def to_pair(record: dict, rejected: str) -> dict:
-    """The record with two answers."""
+    """Return the record with two answers."""
     question = record["conversations"][:1]
     return {**record, "conversations": question, "chosen": right(record), "rejected": rejected}
 

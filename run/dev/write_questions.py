@@ -1,9 +1,9 @@
 """Write questions about generated scenes, for make grpo and its like: run/dev/write_questions.py FOLDER
 
-train.json: four of five ask for a number, which the tuned tiny model is worst at; the others ask all else, so that it
-is not forgotten. --counting gives another share, and --twice more of one other kind. heldout.json: other scenes; 1,000
-ask for a number, and --others of every other kind. With --descriptions all ask for a description of the picture, 1,000
-of them held out.
+train.json: four of five questions request a number, the tuned tiny model's weakest kind; the others cover all other
+kinds, so that they are not forgotten. --counting sets another share, and --twice more of one other kind. heldout.json:
+other scenes; 1,000 number questions, and --others of every other kind. With --descriptions, all questions request a
+description of the image, 1,000 of them held out.
 """
 
 import argparse
@@ -22,10 +22,10 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=16_000)
     parser.add_argument("--others", type=int, default=200)
     parser.add_argument("--counting", type=float, default=0.8)
-    parser.add_argument("--twice", choices=OTHERS, help="the other kind that is asked for twice as often as the rest")
+    parser.add_argument("--twice", choices=OTHERS, help="the other kind that gets twice as many questions as the rest")
     parser.add_argument("--descriptions", action="store_true")
     args = parser.parse_args()
-    upto = [int(i * args.counting + 1e-9) for i in range(args.train + 1)]  # questions before i that ask for a number
+    upto = [int(i * args.counting + 1e-9) for i in range(args.train + 1)]  # number questions before i
     others = [*OTHERS, *([args.twice] if args.twice else [])]
     train = ["count" if upto[i + 1] > upto[i] else others[(i - upto[i]) % len(others)] for i in range(args.train)]
     heldout = ["count"] * 1000 + [kind for kind in OTHERS for _ in range(args.others)]

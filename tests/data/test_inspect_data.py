@@ -150,7 +150,7 @@ def test_a_ready_model_that_training_would_refuse_has_one_reason(inspect_data, t
     with pytest.raises(ConfigError) as refused:
         run(inspect_data, tmp_path, flags)
     [line] = str(refused.value).splitlines()
-    assert line.startswith("--objective dpo: ") and line.endswith("trains on answers alone so far: give sft")
+    assert line.startswith("--objective dpo: ") and line.endswith("can only be trained on answers yet: give sft")
     assert "training would end" not in capsys.readouterr().out
 
 

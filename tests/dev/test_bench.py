@@ -48,7 +48,7 @@ def test_sides_that_train_otherwise_are_refused(name, wrong):
 
 
 def test_sides_of_other_lengths_are_refused():
-    with pytest.raises(ConfigError, match="different numbers of steps"):
+    with pytest.raises(ConfigError, match="differ in their number of steps"):
         comparison.refuse_different([run(OURS, 0, [1.0, 1.0]), run(PADDED, 0, [1.0])], "stage 2")
 
 

@@ -1,9 +1,8 @@
-"""Choice of the layers to checkpoint, by measuring the largest micro-batch before the first step.
+"""Choose the layers to checkpoint by measuring the largest micro-batch before the first step.
 
-It runs once, with weight zero, with all layers but one of each part checkpointed, which takes the least memory of all
-choices. Autograd's hooks see what that one layer saves; the others save their input. On a GPU the allocator says how
-much the whole needed, so that gradients, ZeRO's buffers and working space count; on a CPU it is the memory that was
-available when forward ended.
+It runs once, with weight zero. All layers except one per part are checkpointed: the choice with the least memory.
+Autograd's hooks see what that one layer saves; the others save their input. On a GPU the allocator reports the peak, so
+that gradients, ZeRO's buffers and working space count; on a CPU it is the memory that was available when forward ended.
 """
 
 import functools
@@ -23,7 +22,7 @@ from llava_ds.runtime.device_memory import free_memory
 from llava_ds.runtime.ranks import Ranks, gather
 from llava_ds.runtime.waiting import waiting
 
-MARGIN = 0.05  # of the memory, left for the allocator's fragmentation and for other processes
+MARGIN = 0.05  # share of memory left for fragmentation and other processes
 GB, MB = 10**9, 10**6
 
 
@@ -124,7 +123,7 @@ def measure(
     for name, part in parts.items():
         layers = repeated_layers(part)
         checkpoint_spread(layers, len(layers))
-        probes[name] = layers[len(layers) // 2]  # not the first, which saves less if all before it is frozen
+        probes[name] = layers[len(layers) // 2]  # the first layer saves less if everything before it is frozen
         probes[name].gradient_checkpointing = False
     with discard_gradients(engine):
         for is_last in (False, True) if largest.accumulates else (True,):
@@ -141,7 +140,7 @@ def measure(
         more = usable * (1 - MARGIN) - torch.cuda.max_memory_allocated(engine.device)
         torch.cuda.empty_cache()  # later micro-batches need blocks of other sizes
     else:
-        # Forward had ended: no layer was recomputed yet, and without accumulation there were no gradients yet.
+        # Measured at the end of forward: before any layer was recomputed and, without accumulation, before gradients.
         recomputed = max(part.saved_bytes for part in memory.parts)
         more = available * (1 - MARGIN) - recomputed - (0 if largest.accumulates else _gradient_bytes(engine))
     return memory, measured + more - missing
@@ -153,7 +152,7 @@ class _SavedTensors:
 
     bytes_of: dict[str, dict[int, int]] = field(default_factory=lambda: {"": {}})
     inputs: dict[str, int] = field(default_factory=dict)
-    input_pointers: set[int] = field(default_factory=set)  # of every layer; torch may save them where a hook sees it
+    input_pointers: set[int] = field(default_factory=set)  # inputs of every layer; torch may save them inside a hook
     ran: dict[str, list[nn.Module]] = field(default_factory=dict)
 
     def memory(self, probes: dict[str, nn.Module]) -> ActivationMemory:
@@ -217,7 +216,7 @@ def _record_saved_tensors(
 
 
 def _gradient_bytes(engine) -> int:
-    """Bytes of a rank's gradients, which its first backward allocates."""
+    """Bytes of a rank's gradients, allocated by its first backward."""
     trained = (p for p in engine.module.parameters() if p.requires_grad)
     size = sum(num_elements(p) * p.element_size() for p in trained)
     return size // (engine.dp_world_size if engine.zero_optimization_stage() >= 2 else 1)

@@ -115,13 +115,13 @@ def complete(plan: Plan, ranks: Ranks) -> None:
     if own.load_best_model_at_end and training.save_steps % eval_steps:
         multiple = -(-training.save_steps // eval_steps) * eval_steps
         raise ConfigError(
-            f"--load_best_model_at_end True needs an evaluation at every checkpoint, and the {training.save_steps} "
-            f"steps between checkpoints are no multiple of the {eval_steps} between evaluations: give "
+            f"--load_best_model_at_end True needs an evaluation at every checkpoint, but the {training.save_steps} "
+            f"steps between checkpoints are not a multiple of the {eval_steps} between evaluations: give "
             f"{'--eval_strategy epoch' if training.save_strategy == 'epoch' else f'--save_steps {multiple}'}"
         )
     if metric.removeprefix("eval_") not in (numbers := numbers_of(plan)):
         raise ConfigError(
-            f"--metric_for_best_model {metric} is no number of this run's evaluations: give one of {', '.join(numbers)}"
+            f"--metric_for_best_model {metric} is not measured by this run: give one of {', '.join(numbers)}"
         )
 
 

@@ -32,7 +32,7 @@ class BestRule:
         if self._name not in found:
             raise DataError(
                 f"--metric_for_best_model {self.metric} is not measured: the evaluation at step {row['step']} has "
-                f"{', '.join(sorted(found))}. Name one of them, and start the same command again"
+                f"{', '.join(sorted(found))}. Give one of these names, and start the same command again"
             )
         return found[self._name]
 

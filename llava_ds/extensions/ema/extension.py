@@ -27,7 +27,7 @@ def check(resolved: ResolvedConfig) -> Iterator[str]:
     """Yield a line for NVMe: DeepSpeed moves only the states in its own list."""
     if offload_device(resolved.config, "offload_optimizer") == "nvme":
         yield (
-            "--enable_ema keeps a state beside the optimizer's, which can't lie on NVMe: give offload_optimizer "
+            "--enable_ema keeps its own state, but that can't be offloaded to NVMe: set offload_optimizer to "
             '"cpu", or leave --enable_ema out'
         )
 

@@ -23,11 +23,11 @@ class Flags(ExtensionFlags):
 
     enable_ema: bool = _ema(
         False,
-        "Keep a moving average of the weights that train, in fp32 beside the optimizer's states, and export that "
-        "model, too, into the folder ema of --output_dir.",
+        "Keep an fp32 moving average of the trained weights, placed like the optimizer's states, and also export that "
+        "model, into the folder ema of --output_dir.",
     )
     ema_decay: PartBelowOne = _ema(
-        0.992, "With --enable_ema: what the average keeps of itself at every step; the rest is the new weights'."
+        0.992, "With --enable_ema: weight of the average at every step; the new weights get the rest."
     )
 
     def problems(self, args: "Arguments") -> Iterator[str]:

@@ -250,6 +250,6 @@ def _write(writer, entries: list[Entry], export: ExportPlan) -> None:
     for entry, kind in zip(entries, types):
         tensor = entry.read().detach().float().contiguous()
         if kind == gguf.GGMLQuantizationType.F16 and (largest := tensor.abs().max().item()) > MAX_FLOAT16:
-            raise ConfigError(f"{entry.name} has a weight of {largest:g}, too large for float16: give --dtype float32")
+            raise ConfigError(f"{entry.name} has a weight of {largest:g}, beyond float16's range: give --dtype float32")
         writer.write_tensor_data(gguf.quantize(tensor.numpy(), kind))
     writer.close()

@@ -108,7 +108,7 @@ def _scores(tokenizer: PreTrainedTokenizerBase, model: dict, merges: list[tuple[
     last = None
     for rank, (one, other) in enumerate(merges):
         if first.setdefault(one + other, rank) != rank and last != one + other:
-            raise ConfigError(f"{name}: llama.cpp can't tell apart the merges to {one + other!r}, which stand apart")
+            raise ConfigError(f"{name}: llama.cpp can't distinguish the separate merges to {one + other!r}")
         last = one + other
     _check_merges(tokenizer, model["vocab"].keys() - _BYTES)
     return {token: -float(rank) for token, rank in first.items()}

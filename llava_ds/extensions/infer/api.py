@@ -58,7 +58,7 @@ def api_key() -> tuple[str, bool]:
     if key is None:
         return secrets.token_urlsafe(24), True
     if not re.fullmatch(r"[!-~]{8,200}", key):
-        raise ConfigError(f"{KEY_VARIABLE} is no key: set it to 8 to 200 characters of ASCII without spaces")
+        raise ConfigError(f"{KEY_VARIABLE} is not a valid key: set it to 8 to 200 characters of ASCII without spaces")
     return key, False
 
 
@@ -255,7 +255,7 @@ def build_app(service: Service):
     def model(request: Request, name: str):
         service.check_key(request)
         if name != service.name:
-            raise RequestError(404, f"there is no such model here, only {service.name!r}", code="model_not_found")
+            raise RequestError(404, f"this server only has the model {service.name!r}", code="model_not_found")
         return service.model()
 
     @app.post("/v1/chat/completions")

@@ -72,7 +72,8 @@ def _words(text: str) -> str:
     text = with_marks(text, marks, has_videos=False)
     if marks:
         raise DataError(
-            f"the question holds {IMAGE_TOKEN}, which stands for an image: leave it out, as images are shown beside it "
+            f"the question contains {IMAGE_TOKEN}, a placeholder for an image: leave it out, images are given "
+            "separately "
             f"(\\{IMAGE_TOKEN} is the word)"
         )
     return text
@@ -185,7 +186,7 @@ def run_conversation(session: Session, read: Callable[[], str | None]) -> None:
             if name in COMMANDS:
                 COMMANDS[name].run(session, rest.strip())
             elif name.startswith("/") and "/" not in name[1:]:
-                raise DataError(f"{name} is no command: {', '.join(COMMANDS)}, /exit")
+                raise DataError(f"{name} is not a command: {', '.join(COMMANDS)}, /exit")
             else:
                 session.question(line)
         except (DataError, ConfigError) as error:

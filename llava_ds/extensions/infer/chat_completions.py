@@ -150,7 +150,7 @@ def read_completion(body: bytes, model: str, defaults: Sampling, folder: Path) -
     request = _parsed(body)
     if request.model != model:
         raise RequestError(
-            404, f"there is no model {in_short(request.model)!r} here, only {model!r}", param="model", code=_NO_MODEL
+            404, f"model {in_short(request.model)!r} not found, only {model!r} is served", param="model", code=_NO_MODEL
         )
     places: dict[str, str] = {}
     conversation = _conversation(request.messages, folder, places)
@@ -244,12 +244,12 @@ def _conversation(messages: list[_Message], folder: Path, places: dict[str, str]
         if images and message.role != "user":
             raise RequestError(400, f"{where} is from {message.role!r}: images belong to 'user'", param=where)
         if message.role == "system" and i > 0:
-            raise RequestError(400, f"{where} is from 'system', which only the first can be", param=where)
+            raise RequestError(400, f"{where} is from 'system', but only the first message can be", param=where)
         if message.role == "assistant" and not any(before.role == "human" for before in conversation.messages):
             raise RequestError(400, f"{where} is an answer before any question: leave it out", param=where)
         texts = [part.text for part in message.content if isinstance(part, _Text)]
         if message.role == "user" and not images and not "".join(texts).strip():
-            raise RequestError(400, f"{where} has neither text nor an image", param=where)
+            raise RequestError(400, f"{where} has no text and no image", param=where)
         if message.role == "assistant":  # a model's own words: a placeholder in them is text
             conversation = conversation.with_parts("gpt", [text.replace(IMAGE_TOKEN, "") for text in texts])
             continue
@@ -286,7 +286,7 @@ def _bytes_of(url: str, place: str) -> bytes:
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RequestError(400, f"{place}: it is no base64 ({error})", param=place) from None
+        raise RequestError(400, f"{place}: not base64 ({error})", param=place) from None
 
 
 def as_request_error(error: Exception, places: Mapping[str, str]) -> RequestError:
@@ -294,7 +294,7 @@ def as_request_error(error: Exception, places: Mapping[str, str]) -> RequestErro
     if isinstance(error, RequestError):
         return error
     if isinstance(error, Closing):
-        return RequestError(503, "the server ends: ask again when it is back", code="closing", retry_after_s=10)
+        return RequestError(503, "the server is stopping: retry when it is back", code="closing", retry_after_s=10)
     if not isinstance(error, (DataError, ConfigError)):
         return RequestError(500, f"the answer failed ({type(error).__name__}): the server's output has more")
     message, param = str(error), None

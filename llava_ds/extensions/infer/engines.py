@@ -22,8 +22,8 @@ from llava_ds.runtime.tf32 import allow_tf32
 from llava_ds.template_variables import set_variables
 
 NO_KERNELS = (
-    "DeepSpeed's kernels are not injected: its layers return tuples and keep a cache of their own, which transformers "
-    "5's language models don't take"
+    "DeepSpeed's kernels are not injected: its layers return tuples and keep their own cache, but transformers "
+    "5's language models don't support either"
 )
 
 # Families that DeepSpeed 0.19 shards with transformers 5 without changing answers, by model_type. Not Phi-3: its
@@ -173,7 +173,7 @@ def zero_config(dtype: torch.dtype, options: EngineOptions, ranks: Ranks) -> dic
 
 def _check_precision(dtype: torch.dtype, ranks: Ranks, path: str) -> None:
     if dtype == torch.float16 and ranks.device.type == "cpu":
-        raise ConfigError(f"{path} is float16, which DeepSpeed does not run on a CPU: give --dtype bfloat16")
+        raise ConfigError(f"{path} is float16, but DeepSpeed does not run that on a CPU: give --dtype bfloat16")
 
 
 class _Rank0Scores(LogitsProcessor):

@@ -106,7 +106,7 @@ def _is_transformers(folder: Path) -> bool:
         return False
     if not is_there(config):
         raise ConfigError(
-            f"{folder} holds no exported model (no config.json) and is no whole checkpoint-<step> (no "
+            f"{folder} contains no exported model (no config.json) and is not a complete checkpoint-<step> (no "
             f"{commit.MANIFEST}): train one first, as make finetune does"
         )
     config_json = read_config(config, f"--model_path {folder}")
@@ -175,7 +175,7 @@ class _Entries:
 
 
 def _in_memory(weights: Callable[[Callable[[str], str | None]], Weights], model: HFModel) -> Weights:
-    """Return the weights by the model's names, as they are in memory; tensors that the model lacks are dropped.
+    """Return the weights in memory form under the model's names; tensors that the model lacks are dropped.
 
     weights: called with a function from names on disk to the model's names, or to None.
     """

@@ -209,7 +209,7 @@ def stream(
         if loaded.ranks is not None and loaded.ranks.world_size > 1:
             raise  # the other ranks are still generating
         raise DataError(
-            f"there is no memory left for a conversation of {num_prompt_tokens:,} tokens: begin a new one, or show "
+            f"not enough memory for a conversation of {num_prompt_tokens:,} tokens: begin a new one, or show "
             "fewer images"
         ) from error
     seconds = time.perf_counter() - start

@@ -16,10 +16,10 @@ ENGINES = ("hf", "deepspeed")
 OFFLOADS = ("none", "cpu", "nvme")
 DTYPES = ("float32", "bfloat16", "float16")  # torch's names
 MOVED_FLAGS = {
-    "model_name_or_path": "where a checkpoint's base language model lies now",
-    "model_base": "the model under an adapter, where the adapter does not say it",
-    "vision_tower": "where the vision tower of a checkpoint, an adapter or a folder in LLaVA's format lies now",
-    "pretrain_mm_mlp_adapter": "where the projector that a checkpoint began with lies now",
+    "model_name_or_path": "new path of a checkpoint's base language model",
+    "model_base": "the model under an adapter, if the adapter doesn't name it",
+    "vision_tower": "new path of the vision tower of a checkpoint, an adapter or a folder in LLaVA's format",
+    "pretrain_mm_mlp_adapter": "new path of the projector that a checkpoint started from",
 }
 
 

@@ -217,7 +217,7 @@ def _own_settings(unloaded: UnloadedModel, version: str | None) -> tuple[ImageOp
     architecture = architecture_of(unloaded.config)
     if version not in (None, "processor"):
         raise ConfigError(
-            f"--version {version}: {where} is {architecture.kind}, whose chat template is its own: leave it out"
+            f"--version {version}: {where} is {architecture.kind} with its own chat template: leave it out"
         )
     tower = architecture.plan_tower(unloaded.folder, unloaded.tokenizer, where)
     args = Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset())
@@ -236,7 +236,7 @@ def _image_options(model: HFModel, processor: dict, path: Path) -> ImageOptions:
             return options
         except ValueError as error:  # pydantic's error is one
             raise ConfigError(
-                f"{path}: llava_ds_pictures in its config.json is not what an export writes ({error}): export it again"
+                f"{path}: llava_ds_pictures in its config.json is invalid ({error}): export it again"
             ) from error
     where, takes_all = f"--model_path {path}", config.vision_feature_select_strategy == "full"
     feature: Literal["patch", "cls_patch"] = "cls_patch" if takes_all else "patch"

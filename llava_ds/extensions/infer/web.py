@@ -101,7 +101,7 @@ def build_page(gr: ModuleType, loaded: LoadedModel, name: str, sampling: Samplin
                 text, [read_media(_kind(path), path, loaded) for path in message.get("files") or []]
             )
             if not text:
-                raise DataError("there is no question: type one")
+                raise DataError("the question is empty: type one")
             with turn:
                 yield from _pieces(loaded, conversation, sampling, quiet)
         except (DataError, ConfigError) as error:

@@ -1,1 +1,1 @@
-"""LoRA and its variants: low-rank matrices train instead of the layers, whose weights may be packed (QLoRA)."""
+"""LoRA and its variants: train low-rank matrices instead of the layers; the layers' weights may be packed (QLoRA)."""

@@ -77,7 +77,7 @@ def export_adapter(export: ExportPlan, model: LlavaModel, output_dir: Path, rank
 
 
 def _before(name: str, weight: torch.Tensor, export: ExportPlan, model: LlavaModel) -> torch.Tensor:
-    """Return a weight outside the adapter as it was before LoRA was initialised with a part of it."""
+    """Return a weight outside the adapter in its state before LoRA was initialised with a part of the weight."""
     scales = {target.name: target.scale(export.args) for target in layout_of(export).targets}
     layer = name.removesuffix(".base_layer.weight")
     if layer + lora.A not in lora.start_of(model):
@@ -121,7 +121,7 @@ def write_adapter(
     beside: dict[str, torch.Tensor],
     output_dir: Path,
 ) -> Written:
-    """Write the folder of LLaVA's LoRA runs, which peft also opens; returns checksums of the tensors' bits.
+    """Write the folder of LLaVA's LoRA runs (peft can open it); returns checksums of the tensors' bits.
 
     adapter_config.json and adapter_model.safetensors: LoRA, the biases that trained with it, and --modules_to_save;
     non_lora_trainables.bin: projector, newline, and the tower if it trained in full, under LLaVA's keys; config.json
@@ -201,7 +201,7 @@ def compare_reloaded_adapter(output_dir: Path, export: ExportPlan, batch: Batch,
     for name, outer in eyes.modules_in_files.items():
         attach(reloaded, outer, eyes.get_submodule(name))
     with warnings.catch_warnings():
-        # peft 0.21 reads a model's is_gradient_checkpointing, which transformers 5.23 renamed.
+        # peft 0.21 reads a model's is_gradient_checkpointing, renamed in transformers 5.23.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", UNTRUE, RuntimeWarning)
         reloaded = PeftModel.from_pretrained(reloaded, output_dir).eval()

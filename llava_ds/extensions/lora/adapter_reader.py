@@ -28,7 +28,7 @@ def open_adapter(path: str, model_base: str | None) -> ModelFolder:
     base_path = model_base or adapter.base
     if base_path is None or not Path(base_path).is_dir():
         raise ConfigError(
-            f"{FLAG} {path} is a LoRA adapter of {base_path}, which is no folder on this machine: name its folder by "
+            f"{FLAG} {path} is a LoRA adapter of {base_path}, but that folder is not on this machine: give it by "
             "--model_base"
         )
     if is_adapter(base_path):
@@ -51,10 +51,10 @@ def open_adapter(path: str, model_base: str | None) -> ModelFolder:
             sources[part] = over if over is None else dataclasses.replace(over, changes=(merge,))
             continue
         changes = list(source.changes)
-        if over is not None:  # what is beside an adapter has no LoRA in it, which its layers may have, too
+        if over is not None:  # tensors stored next to the adapter are without LoRA; their layers may also have LoRA
             changes.append(Over(_overlay, over, is_tower=part == "vision_tower"))
         sources[part] = dataclasses.replace(source, changes=(*changes, merge))
-    # The tower of a LLaVA that has been put together lies elsewhere, and the adapter may have LoRA of it.
+    # The tower of a composed LLaVA is in its own folder, and the adapter may contain LoRA for it.
     merges_tower = Over(Merged, adapter=adapter, rename=renames["vision_tower"])
     if is_llava and sources["projector"] is None:
         raise DataError(f"{path} is LoRA of a LLaVA, but has no {BESIDE_ADAPTER} with its projector: copy it again")
@@ -105,4 +105,4 @@ def _refuse_unknown_tensors(adapter: Adapter, beside: Path, renames) -> None:
             layer, lora, _ = name.partition(".lora_")
             plain = formats.plain_name(adapter.changed_weight(layer) if lora else name)
             if all(rename(plain) is None for rename in renames):
-                raise DataError(f"{file} holds {name}, which is in no part of the model")
+                raise DataError(f"{file} contains {name}, but no part of the model has it")

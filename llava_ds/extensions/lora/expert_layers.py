@@ -43,7 +43,7 @@ def _forward(
 ) -> torch.Tensor:
     """Apply the experts: (T, D), chosen experts (T, k) and their weights (T, k), to (T, D).
 
-    Source: transformers' grouped_mm_experts_forward, which loops over experts if torch has no grouped product.
+    Source: transformers' grouped_mm_experts_forward. Loops over experts if torch has no grouped product.
     """
     experts, halves = self.get_base_layer(), _halves(self)
     chosen, order = top_k_index.flatten().sort()
@@ -64,7 +64,7 @@ def _linear(
     b: torch.Tensor | None = None,
     scale: float = 0.0,
 ) -> torch.Tensor:
-    """Apply each expert's weight and optional LoRA to its rows, which end at ends (E,)."""
+    """Apply each expert's weight and optional LoRA to its rows. ends (E,): end of each expert's rows."""
     found = _grouped_linear(rows, weight, ends)
     return found if a is None else found + scale * _grouped_linear(_grouped_linear(rows, a, ends), b, ends)
 

@@ -39,8 +39,9 @@ class Lora(Wrap):
         if own(args).lora_enable and path is not None and is_adapter(path):
             base = read_folder(path, args.model_base).base
             raise ConfigError(
-                f"--lora_enable True over {FLAG} {path}, which is a LoRA adapter itself: an adapter of an adapter "
-                f"opens nowhere. Go on with it by --lora_weight_path {path} over {FLAG} {base}, or merge it with "
+                f"--lora_enable True over {FLAG} {path}, but that is itself a LoRA adapter: no program opens an "
+                "adapter of an adapter. "
+                f"Continue it by --lora_weight_path {path} over {FLAG} {base}, or merge it with "
                 "run/export.py first"
             )
 
@@ -103,7 +104,7 @@ def _gather_as_one(model: LlavaModel) -> None:
 
 
 class Export(Adapter):
-    """The folder of LLaVA's LoRA runs, which peft also opens; see adapter_export.py."""
+    """Writes the folder of LLaVA's LoRA runs (peft can open it); see adapter_export.py."""
 
     def write(self, export: ExportPlan, model: LlavaModel, folder: Path, ranks: Ranks) -> Written:
         from llava_ds.extensions.lora.adapter_export import export_adapter

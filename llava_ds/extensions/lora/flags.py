@@ -51,7 +51,7 @@ class Flags(ExtensionFlags):
 
     lora_enable: bool = _lora(
         False,
-        "Train LoRA matrices beside the linear layers of the language model in place of the layers, and the projector "
+        "Train LoRA matrices instead of the language model's linear layers, and the projector "
         "in full. Writes an adapter that peft and LLaVA open (needs the extra llava_ds[lora]).",
     )
     lora_modules: str = _lora(
@@ -76,23 +76,23 @@ class Flags(ExtensionFlags):
     lora_alpha_pattern: str | None = _lora(None, "The same for --lora_alpha (peft's alpha_pattern).")
     use_rslora: bool = _lora(False, "Scale LoRA's product by lora_alpha / sqrt(lora_r) (rsLoRA).")
     use_dora: bool = _lora(
-        False, "Train the length of every row of a layer's weight apart from its direction, which LoRA changes (DoRA)."
+        False, "Train the length of each weight row separately; LoRA then only changes its direction (DoRA)."
     )
     init_lora_weights: str = _lora(
         "true",
-        "Start of LoRA's matrices: true (A uniform, B zero), gaussian (A normal), or parts of the weight beside them, "
-        "which is reduced by their product: pissa (largest singular vectors), pissa_niter_N (the same, fast, by N "
+        "Start of LoRA's matrices: true (A uniform, B zero), gaussian (A normal), or parts of the layer's weight "
+        "(their product is subtracted from it): pissa (largest singular vectors), pissa_niter_N (the same, fast, by N "
         "iterations), olora (QR). The adapter that is written opens over the unchanged weights.",
     )
     modules_to_save: str | None = _lora(
         None,
-        "Modules that train in full beside LoRA, and are written into the adapter: ends of their names, like norm or "
+        "Modules to train in full in addition to LoRA and to write into the adapter: ends of their names, like norm or "
         "layers.31.mlp.",
         argparse={"nargs": "*"},
     )
     lora_dropout: PartBelowOne = _lora(0.05, "Dropout on LoRA's inputs.")
     lora_bias: Literal["none", "all", "lora_only"] = _lora(
-        "none", "Biases of the language model that train with LoRA: none, all, or those of the layers with LoRA."
+        "none", "Biases of the language model to train with LoRA: none, all, or only in the layers with LoRA."
     )
     lora_weight_path: str | None = _lora_free(
         None,
@@ -102,10 +102,10 @@ class Flags(ExtensionFlags):
     )
     bits: Literal[16, 8, 4] = _lora(
         16,
-        "Hold the frozen weights beside LoRA in 4 or 8 bits (QLoRA; needs the extra llava_ds[qlora]); 16: unchanged.",
+        "Hold the frozen weights under LoRA in 4 or 8 bits (QLoRA; needs the extra llava_ds[qlora]); 16: unchanged.",
     )
     quant_type: Literal["nf4", "fp4"] = _lora("nf4", "Number format of --bits 4.")
-    double_quant: bool = _lora(True, "Quantize the scales of 4-bit weights, too.")
+    double_quant: bool = _lora(True, "Also quantize the scales of 4-bit weights.")
 
     @property
     def adapted_parts(self) -> frozenset[str]:
@@ -122,13 +122,13 @@ class Flags(ExtensionFlags):
         """Yield LoRA, packed weights, and an initialisation from a part of the weights."""
         untried = {"dense_mlps": "no class opens such an adapter over these experts"}
         if self.lora_enable:
-            needs = {"whole_matrices": "an adapter lies beside a whole matrix", **untried}
+            needs = {"whole_matrices": "an adapter needs the whole matrix", **untried}
             yield "--lora_enable True", needs, ("trained_layers",)
         if self.packs:
             needs = {"whole_matrices": "packed ones can't be cut", **untried}
             yield f"--bits {self.bits}", needs, ("trained_layers", "plain_weights")
         if self.lora_weight_path is not None:
-            needs = {"composed": "give the adapter of another to --model_name_or_path, which merges it"}
+            needs = {"composed": "to merge another adapter, give it as --model_name_or_path"}
             yield f"--lora_weight_path {self.lora_weight_path}", needs, ()
         if changes_base(self):
             needs = {"one_model": "the start of one is saved"}
@@ -144,7 +144,7 @@ class Flags(ExtensionFlags):
         return {} if file is None else {"--lora_weight_path": file}
 
     def identity(self) -> dict[str, object]:
-        """Return the hash of --lora_weight_path's content, which is compared instead of the path."""
+        """Return the hash of --lora_weight_path's content, for comparison instead of the path."""
         if self.lora_weight_path is None:
             return {}
         from llava_ds.extensions.lora.adapter_folder import adapter_digest
@@ -172,12 +172,13 @@ class Flags(ExtensionFlags):
             )
         for key in (key for key in CHANGE_BYTES if zero.get(key)):
             yield (
-                f"zero_optimization.{key} is {json.dumps(zero[key])}, which computes with what it sends, but the bytes "
-                f"of --bits {self.bits} are no numbers: remove it"
+                f"zero_optimization.{key} is {json.dumps(zero[key])}, and it computes with the bytes that it "
+                "sends, but those "
+                f"of --bits {self.bits} are packed: remove it"
             )
         if (zero.get("offload_param") or {}).get("device") == "nvme":
             yield (
-                'zero_optimization.offload_param.device is "nvme", whose buffers hold one type, but --bits '
+                'zero_optimization.offload_param.device is "nvme" with buffers of one type, but --bits '
                 f'{self.bits} has two: write "cpu"'
             )
 
@@ -205,9 +206,9 @@ class Flags(ExtensionFlags):
         if "language_model" in self.adapted_parts and "language_model" not in chosen_parts(model):
             freezing = "--tune_mm_mlp_adapter" if model.tune_mm_mlp_adapter else "--mm_tunable_parts"
             freezing = "--tune_mm_llm" if any(getattr(model, name) is not None for name in TUNING_FLAGS) else freezing
-            yield f"--lora_enable trains adapters of the language model, which {freezing} leaves alone: choose one"
+            yield f"--lora_enable trains adapters of the language model, but {freezing} freezes it: choose one"
         if self.packs and not self.lora_enable:
-            yield f"--bits {self.bits} needs --lora_enable True: packed weights can't train themselves, LoRA beside can"
+            yield f"--bits {self.bits} needs --lora_enable True: packed weights can't be trained, only LoRA can"
         given = self._given(args)
         if given and not self.lora_enable and "lora_enable" not in args.given:
             yield (
@@ -219,8 +220,8 @@ class Flags(ExtensionFlags):
         named = [name.strip() for name in self.lora_modules.split(",")]
         if unknown := [name for name in named if name not in LORA_PARTS]:
             yield (
-                f"--lora_modules names {unknown[0]!r}, which is no part: give some of {', '.join(LORA_PARTS)}; for "
-                "layers by name there is --lora_target_modules"
+                f"--lora_modules names {unknown[0]!r}, an unknown part: choose from {', '.join(LORA_PARTS)}; to choose "
+                "layers by name, use --lora_target_modules"
             )
         if args.model.unfreeze_mm_vision_tower and "vision_tower" in self.adapted_parts:
             yield "--unfreeze_mm_vision_tower True and --lora_modules vision both say how the tower trains: give one"
@@ -240,12 +241,13 @@ class Flags(ExtensionFlags):
             )
         if changes_base(self) and self.lora_weight_path is not None:
             yield (
-                f"--init_lora_weights {start} can't be used with --lora_weight_path: both say how LoRA begins, give "
+                f"--init_lora_weights {start} can't be used with --lora_weight_path: both initialize LoRA, give "
                 "one of them"
             )
         if self.use_dora and self.packs:
             yield (
-                f"--use_dora True can't be used with --bits {self.bits}, whose rows have no exact length: leave one out"
+                f"--use_dora True can't be used with --bits {self.bits}: packed rows have no exact length, leave"
+                " one out"
             )
         if self.packs and (names := self._narrowing):
             packed = "packs the language model's linear layers, for LoRA beside each"
@@ -297,7 +299,9 @@ def _targets(value: str | list[str] | None) -> tuple[str | None, list[str]]:
     try:
         re.compile(words[0])
     except re.error as error:
-        return None, [f"--lora_target_modules {words[0]} is no regular expression ({error}): correct it, or give names"]
+        return None, [
+            f"--lora_target_modules {words[0]} is not a regular expression ({error}): correct it, or give names"
+        ]
     return words[0], []
 
 
@@ -320,5 +324,5 @@ def _pattern_problem(text: str | None) -> str | None:
         try:
             re.compile(pattern)
         except re.error as error:
-            return f"{pattern} is no regular expression ({error})"
+            return f"{pattern} is not a regular expression ({error})"
     return None

@@ -63,14 +63,14 @@ def check_lora(args: ModelArguments) -> None:
             import peft  # noqa: F401
         except ImportError as error:
             raise ConfigError(
-                f"--lora_enable needs peft, which can't be imported ({error}): pip install 'llava_ds[lora]'"
+                f"--lora_enable needs peft, but it can't be imported ({error}): pip install 'llava_ds[lora]'"
             ) from error
     if own(args).bits < 16:
         try:
             import bitsandbytes  # noqa: F401
         except ImportError as error:
             raise ConfigError(
-                f"--bits {own(args).bits} needs bitsandbytes, which can't be imported ({error}): "
+                f"--bits {own(args).bits} needs bitsandbytes, but it can't be imported ({error}): "
                 "pip install 'llava_ds[qlora]'"
             ) from error
     if own(args).lora_enable and own(args).lora_weight_path is not None and (problems := adapter_problems(args)):
@@ -86,8 +86,8 @@ def linear_names(language_model: nn.Module) -> list[str]:
     names = [n for n, m in language_model.named_modules() if isinstance(m, nn.Linear) and m is not output]
     if not names:
         raise ConfigError(
-            f"--lora_enable: {type(language_model).__name__} has no linear layers beside its output layer, which LoRA "
-            "could be put to: train it without LoRA, or another model"
+            f"--lora_enable: {type(language_model).__name__} has no linear layers for LoRA except its output layer: "
+            "train it without LoRA, or use another model"
         )
     return names
 
@@ -163,7 +163,7 @@ def lora_layout(
         and not layout.is_saved(f"{name}.weight")
     }
     if "language_model" in layout.parts:
-        linear_names(model.language_model)  # raises if there are none
+        linear_names(model.language_model)  # raises if it has none
     outer = {name: layout.of_module(name) for name in linear}
     stacked = {name: layout.rename(name) for name in _stacked_names(model, layout)}
     wanted = _wanted(args, list(outer.values()), list(stacked.values()))
@@ -313,13 +313,13 @@ def _saved_modules(model: nn.Module, args: ModelArguments, layout: LoraLayout) -
             if any(end in ends for end in model.get_submodule(name).modules()):
                 raise ConfigError(
                     f"--modules_to_save {own(args).modules_to_save}: {outer[name]} shares its weight with the model's "
-                    "other end, which peft would train apart: leave it out"
+                    "other end, but peft would train it separately: leave it out"
                 )
     linear = any(isinstance(module, nn.Linear) for name in saved for module in model.get_submodule(name).modules())
     if own(args).packs and linear:
         raise ConfigError(
-            f"--modules_to_save {own(args).modules_to_save} can't be used with --bits {own(args).bits}, whose packed "
-            "weights can't train: leave one of them out"
+            f"--modules_to_save {own(args).modules_to_save} can't be used with --bits {own(args).bits}: packed "
+            "weights can't be trained, leave one out"
         )
     return tuple(dict.fromkeys(saved))
 
@@ -535,7 +535,7 @@ def adapter_problems(args: ModelArguments) -> list[str]:
     folder = Path(own(args).lora_weight_path)
     where = f"--lora_weight_path {folder}"
     if adapter_file(folder) is None:
-        return [f"{where}: there is no {' or '.join(ADAPTER_FILES)} in it; name a folder of peft or LLaVA"]
+        return [f"{where}: it contains no {' or '.join(ADAPTER_FILES)}: give a folder of peft or LLaVA"]
     try:
         config = read_json(folder / ADAPTER_CONFIG, where)
     except ConfigError as error:
@@ -555,7 +555,7 @@ def adapter_problems(args: ModelArguments) -> list[str]:
             now = getattr(own(args), ours)
             problems.append(f"{where} was trained with {theirs} {given}, but --{ours} is {now}: give --{ours} {given}")
     return problems + [
-        f"{where} was trained with {name} {config[name]}, which is not supported: start from another adapter"
+        f"{where} was trained with {name} {config[name]}, but that is not supported: start from another adapter"
         for name, plain in PLAIN.items()
         if config.get(name) not in plain
     ]

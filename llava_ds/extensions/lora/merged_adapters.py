@@ -30,7 +30,7 @@ STACKED = ("gate_up_proj", "down_proj")
 
 MAX_REPEATS = 3  # in a pattern of layer names
 MAX_PATTERN_CHARS = 500
-MAX_MATCHED_CHARS = 10**8  # of all names times patterns: twice a 405B with a pattern for every layer
+MAX_MATCHED_CHARS = 10**8  # names times patterns: twice a 405B with a pattern for every layer
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Adapter:
         """The weight that the matrices of a layer in the adapter's file change, by its name there."""
         module = layer.removesuffix(".base_layer")
         own = [name for name in STACKED if self._targets(f"{module.removeprefix(PEFT_PREFIX)}.{name}")]
-        depth = 0 if module == layer else 1  # of the wraps around the module: the last name's is the outermost
+        depth = 0 if module == layer else 1  # depth of wraps around the module: the last name's is the outermost
         return f"{module}.{own[-1 - depth]}" if depth < len(own) else f"{layer}.weight"
 
     def _targets(self, name: str) -> bool:
@@ -61,7 +61,7 @@ class Adapter:
         return any(".".join(parts[i:]) in self.parameters for i in range(len(parts)))
 
     def alphas_of(self, layers: list[str]) -> list[float]:
-        """The alpha of each layer, by peft's name: that of the first matching pattern.
+        """Return the alpha of each layer, by peft's name, from the first matching pattern.
 
         RE2 takes time in proportion to names and patterns. Raises DataError for so many that it would still be long.
         Source: peft's get_pattern_key.
@@ -70,7 +70,7 @@ class Adapter:
         if num_chars * len(self.alphas) > MAX_MATCHED_CHARS:
             raise DataError(
                 f"{self.path}: its alpha_pattern has {len(self.alphas):,} patterns for {len(layers):,} layers with "
-                f"{num_chars:,} characters, which is more than any adapter has: give layers of one alpha one pattern"
+                f"{num_chars:,} characters, more than any adapter has: give all layers of one alpha one pattern"
             )
         names, found = pa.array(layers, pa.string()), [self.alpha] * len(layers)
         for pattern, alpha in reversed(self.alphas.items()):
@@ -104,7 +104,7 @@ def read_adapter(path: str | Path) -> Adapter:
         raise ConfigError(f"{where}: {ADAPTER_CONFIG} describes a {kind} adapter, expected LORA")
     if other := [name for name in OTHER_KINDS if config.get(name)]:
         raise ConfigError(
-            f"{where}: {ADAPTER_CONFIG} says {', '.join(other)}, which can't be merged here: merge "
+            f"{where}: {ADAPTER_CONFIG} says {', '.join(other)}, but that can't be merged here: merge "
             "the adapter with peft (merge_and_unload), and give the folder of the result"
         )
     file = adapter_file(path)
@@ -117,7 +117,7 @@ def read_adapter(path: str | Path) -> Adapter:
 def _pattern(text: str) -> str:
     """Check a pattern of layer names. Raises ValueError for an invalid or expensive one."""
     if len(text) > MAX_PATTERN_CHARS:
-        raise ValueError(f"alpha_pattern {shown(text)} is no name of layers: it has {len(text):,} characters")
+        raise ValueError(f"alpha_pattern {shown(text)} can't be a layer name: it has {len(text):,} characters")
     if re.search(r"\)[*+?{]|\{[^}]*\d{3}", text) or len(re.findall(r"[*+{]", text)) > MAX_REPEATS:
         raise ValueError(f"alpha_pattern {shown(text)} has too many repeats, expected names of layers")
     _fits(pa.array([""]), text)
@@ -130,10 +130,10 @@ def _fits(names: pa.Array, pattern: str) -> pa.Array:
 
 
 class Merged:
-    """Weights with an adapter merged into them: W + scale * B A, and with DoRA rows as long as its magnitudes say;
-    computed in float32 and rounded once, as they are read.
+    """Weights with an adapter merged into them: W + scale * B A, and with DoRA rows scaled to its magnitudes;
+    computed in float32 and rounded once while reading.
 
-    Other tensors in the adapter's file (biases, modules_to_save) take the place of the base's. Raises DataError for an
+    Other tensors in the adapter's file (biases, modules_to_save) replace the base's. Raises DataError for an
     adapter of another model.
     """
 
@@ -171,9 +171,11 @@ class Merged:
         self._over = WeightFiles(adapter.file, replaced.get)
         self.notes = base.notes
         if self._halves:
-            self.notes += (f"LoRA of {adapter.file} merged into {len(self._halves)} of them",)
+            self.notes += (f"LoRA of {adapter.file} merged into {len(self._halves)} tensors",)
         if strange := [name for name in self._over.shapes if name not in self.shapes]:
-            raise DataError(f"{adapter.file} does not fit {self.path}: it holds {strange[0]}, which is not there")
+            raise DataError(
+                f"{adapter.file} does not fit {self.path}: it contains {strange[0]}, but the model does not"
+            )
 
     def _check(self, part: str, a: tuple[int, ...], b: tuple[int, ...] | None, name: str) -> None:
         base = self.shapes.get(part)
@@ -227,7 +229,7 @@ def merged_weight(
 ) -> torch.Tensor:
     """W (O, I) plus the scaled products B A of halves, A (R, I), B (O, R) and a scale each, in W's precision.
 
-    Of a stack, W is (E, O, I), A (E * R, I) and B (O, R * E), as peft has them. magnitude: (O,), of DoRA (Liu et al.
+    For a stack, W is (E, O, I), A (E * R, I) and B (O, R * E), like peft's. magnitude: (O,), of DoRA (Liu et al.
     2024, arXiv 2402.09353): the lengths of the rows. Computed in float32 and rounded once.
     """
     whole = weight.float()

@@ -33,7 +33,7 @@ def quantize_layers(language_model: nn.Module, names: list[str], flags: Flags, d
         if flags.bits == 4:
             if linear.in_features * linear.out_features % 2:
                 raise ConfigError(
-                    f"--bits 4: {name} has {linear.in_features} x {linear.out_features} weights, an odd number, which "
+                    f"--bits 4: {name} has {linear.in_features} x {linear.out_features} weights, and an odd number "
                     "can't be packed in pairs: train this model with --bits 16"
                 )
             layer = Linear4bit(
@@ -132,10 +132,10 @@ def _check_error(layer: nn.Module, name: str, weight: torch.Tensor) -> None:
     else:
         allowed = 0.006 * weight.abs().amax(1)
     if not (error.amax(1) <= allowed).all():
-        rows = "" if weight.shape[1] % BLOCK == 0 else f" (its rows of {weight.shape[1]} are no multiple of {BLOCK})"
+        rows = "" if weight.shape[1] % BLOCK == 0 else f" (its rows of {weight.shape[1]} are not a multiple of {BLOCK})"
         raise ConfigError(
-            f"{name} was not quantized right{rows}: what the {layer.weight.device.type} computes with is up to "
-            f"{error.max():.3g} off, in weights of up to {weight.abs().max():.3g}: check bitsandbytes' installation, "
+            f"{name} was not quantized correctly{rows}: the {layer.weight.device.type} computes with weights up to "
+            f"{error.max():.3g} off, their largest is {weight.abs().max():.3g}: check bitsandbytes' installation, "
             "or train with --bits 16"
         )
 

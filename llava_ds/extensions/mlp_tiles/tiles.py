@@ -24,7 +24,7 @@ def tile_mlps(language_model: nn.Module, num_tokens: int) -> str:
     kind = language_model.config.model_type
     routed = "routerless_mlps" in text_part(language_model.config).breaks(language_model.config)
     if routed or not all(isinstance(mlp, nn.Module) for mlp in mlps):
-        raise ConfigError(f"{FLAG} is for layers with an MLP, which those of the kind {kind} are not: leave it out")
+        raise ConfigError(f"{FLAG} needs layers with an MLP, but the layers of {kind} have none: leave it out")
     drops = any(isinstance(module, nn.Dropout) and module.p > 0 for mlp in mlps for module in mlp.modules())
     for mlp in mlps:
         mlp.forward = functools.partial(_tiled, mlp.forward, num_tokens, drops)

@@ -35,13 +35,12 @@ class Flags(ExtensionFlags):
     )
     object_cache_dir: str | None = _store(
         None,
-        "Folder in which objects/ has what is fetched from object stores, such as on a local disk of every machine. "
-        "Absent: --cache_dir.",
+        "Folder of the object-store cache objects/, for example on a local disk of every machine. Absent: --cache_dir.",
         path="output",
     )
     object_cache_gb: Positive = _store(
         100.0,
-        "Bound of objects/ in GB: beyond it what was not used for longest is removed.",
+        "Size limit of objects/ in GB: beyond it, the least recently used objects are removed.",
         per_machine=True,
     )
 

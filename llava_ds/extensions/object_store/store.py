@@ -80,10 +80,10 @@ def identity_of(url: str) -> Identity:
         if info.get("type", "file") != "file":
             raise IsADirectoryError(errno.EISDIR, "it is a folder of objects", url)
         if not isinstance(info.get("size"), int):
-            raise OSError(errno.EOPNOTSUPP, "its server doesn't tell its size", url)
+            raise OSError(errno.EOPNOTSUPP, "its server doesn't report its size", url)
         mark = next((f"{name}={info[name]}" for name in MARKS if info.get(name)), None)
         if mark is None:  # its size alone would not distinguish a newer object from the cached one
-            raise OSError(errno.EOPNOTSUPP, "its server tells neither an ETag nor a time of change: download it", url)
+            raise OSError(errno.EOPNOTSUPP, "its server reports no ETag and no modification time: download it", url)
         return Identity(info["size"], hashlib.sha256(mark.encode()).hexdigest()[:32])
 
     found = _tried(url, ask)
@@ -170,7 +170,7 @@ def _tried(url: str, act: Callable[[object, str], Result]) -> Result:
         try:
             return act(*_file_system(url))
         except FileNotFoundError as error:
-            raise FileNotFoundError(errno.ENOENT, "there is no such object", url) from error
+            raise FileNotFoundError(errno.ENOENT, "this object does not exist", url) from error
         except PermissionError as error:
             raise PermissionError(errno.EACCES, f"the store refuses it ({_one_line(error)})", url) from error
         except (ConfigError, IsADirectoryError):

@@ -26,10 +26,10 @@ def check(resolved: ResolvedConfig) -> Iterator[str]:
         )
     for part in OFFLOADED:
         if (device := offload_device(config, part)) != "none":
-            yield f'{flag}, but zero_optimization.{part}.device is "{device}", which is not tried: remove it'
+            yield f'{flag}, but zero_optimization.{part}.device is "{device}", an untested combination: remove it'
     for key in ("fp16", "torch_autocast"):
         if value_at(config, f"{key}.enabled") is True:
-            yield f"{flag}, but {key} is on, whose loss scale stages would have to agree on: use bf16 or fp32"
+            yield f"{flag}, but {key} is on, and stages can't agree on its loss scale: use bf16 or fp32"
     if deep_compiles(config):
         yield f"{flag}, but compile.deepcompile traces a whole model: remove one of them"
 
@@ -41,9 +41,9 @@ def fits(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
     if config.num_hidden_layers < size:
         yield f"{flag}: the language model has {config.num_hidden_layers} layers: give as many or fewer"
     if problem := stages.problem(config):
-        yield f"{flag}: the language model's {problem}: take another axis"
+        yield f"{flag}: the language model's {problem}: use another axis"
     if "routerless_mlps" in text_part(config).breaks(config):
-        yield f"{flag}: routers' loss is not carried between stages, nor are experts: take another axis"
+        yield f"{flag}: stages don't exchange the routers' loss or experts: use another axis"
 
 
 extension = Extension(

@@ -178,7 +178,7 @@ class Pipelined:
     def train(
         self, batches: Sequence[Batch], forward: Forward, loss_of: Callable[[int, Any], tuple[torch.Tensor, Any]]
     ) -> list[Any]:
-        """Implement Runner.train. Stages synchronize in the step of the last micro-batch, which updates the weights."""
+        """Implement Runner.train. Stages synchronize in the last micro-batch's step, when weights are updated."""
         found = forward_and_backward(self.engine, batches, forward, loss_of)
         self.engine.step()
         return found

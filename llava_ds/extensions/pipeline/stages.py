@@ -141,12 +141,12 @@ def problem(config: PreTrainedConfig) -> str | None:
         inputs = probe.random_inputs(language_model)
     trunk = language_model.base_model
     if not isinstance(getattr(trunk, "layers", None), nn.ModuleList) or not hasattr(trunk, "norm"):
-        return "names of layers and of the norm behind them are not Llama's"
+        return "names of layers and of the final norm are not Llama's"
     beside = {name.split(".")[0] for name, _ in trunk.named_parameters()} - {"layers", "norm", "embed_tokens"}
     if beside:
-        return f"{min(beside)} is neither a layer nor at an end of them"
+        return f"{min(beside)} is not a layer and not at the start or end"
     if language_model.get_output_embeddings().weight is language_model.get_input_embeddings().weight:
-        return "output layer is its embedding, of which the first stage and the last would both train a copy"
+        return "output layer is its embedding, and the first and last stage would each train a copy"
     with torch.no_grad():
         expected, (first, *others), norm = trunk(**inputs)[0], trunk.layers, trunk.norm
         trunk.layers, trunk.norm = nn.ModuleList([first, *(_Elsewhere() for _ in others)]), _Elsewhere()
@@ -154,5 +154,5 @@ def problem(config: PreTrainedConfig) -> str | None:
         trunk.layers, trunk.norm = nn.ModuleList([_Elsewhere(), *others]), norm
         found = trunk(**{**inputs, "inputs_embeds": hidden})[0]
     if not torch.equal(found, expected):
-        return "trunk changes what goes into its layers or comes out of them, which every stage would do again"
+        return "trunk changes the inputs or outputs of its layers, and every stage would repeat that"
     return None

@@ -22,7 +22,7 @@ LOSS_TYPES = {
     "ref_model_name_or_path": ("sigmoid", "hinge", "ipo"),
 }
 
-# Metrics besides the loss. dpo: TRL's names; reward: the same if the meaning is the same, else those of TRL's
+# Metrics besides the loss. dpo: TRL's names; reward: the same if the meaning is the same, else from TRL's
 # RewardTrainer.
 METRICS = {
     "dpo": (
@@ -50,7 +50,7 @@ class Flags(ExtensionFlags):
         "logps/rejected": Number("Log-probability of rejected answers"),
     }
 
-    beta: Rate = _dpo(0.1, "dpo: how strongly the model is held to the reference model, which it begins as.")
+    beta: Rate = _dpo(0.1, "dpo: weight that keeps the model close to the reference model, its starting point.")
     loss_type: Literal["sigmoid", "hinge", "ipo", "simpo"] = _dpo(
         "sigmoid",
         "dpo: the loss of a pair. sigmoid: DPO; hinge: SLiC; ipo: IPO, over mean log-probabilities; simpo: SimPO, the "
@@ -60,9 +60,9 @@ class Flags(ExtensionFlags):
         0.0, "dpo with sigmoid or simpo: the share of pairs that may be the wrong way round."
     )
     rpo_alpha: Rate = _dpo(
-        0.0, "dpo: weight of the chosen answer's own loss per token, which keeps its probability from falling."
+        0.0, "dpo: weight of the chosen answer's own loss per token: it keeps its probability from falling."
     )
-    simpo_gamma: Rate = _dpo(0.5, "dpo with simpo: the margin by which the chosen answer shall be ahead.")
+    simpo_gamma: Rate = _dpo(0.5, "dpo with simpo: target margin of the chosen answer.")
     ref_model_name_or_path: str | None = _dpo(
         None,
         "dpo: folder of the reference model. Absent: the model that the run starts from. It is in memory, whole on "
@@ -75,7 +75,7 @@ class Flags(ExtensionFlags):
         "on (DeepSpeed-Chat's).",
     )
     center_rewards_coefficient: Rate = _reward(
-        0.0, "reward: weight of the square of the sum of both scores, which keeps scores around zero (0.01 in TRL)."
+        0.0, "reward: weight of (chosen + rejected score)²: it keeps scores around zero (0.01 in TRL)."
     )
 
     def traits(self, objective: str) -> ObjectiveTraits | None:
@@ -113,6 +113,6 @@ class Flags(ExtensionFlags):
             )
         if objective == "reward" and trains_projector_only(args.model):
             yield (
-                "--objective reward trains a value head beside the language model, and a projector's file can't hold "
-                "it: let the language model train, too"
+                "--objective reward trains a value head on the language model, but a projector's file can't hold "
+                "it: train the language model as well"
             )

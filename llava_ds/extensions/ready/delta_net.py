@@ -21,7 +21,7 @@ from llava_ds.constants import ConfigError, in_short
 from llava_ds.model.attention import HALF
 from llava_ds.model.open.probe import difference_of_a_pack
 
-# Module and function of each package, which transformers looks for when it is imported.
+# Module and function of each package that transformers looks for when it is imported.
 KERNELS = {
     "flash-linear-attention": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
     "causal-conv1d": ("causal_conv1d", "causal_conv1d_fn"),
@@ -30,13 +30,13 @@ FUNCTIONS = (
     "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update",
 )  # fmt: skip
 
-TOLERANCE = 5e-2  # of the largest logit, in half precision; where states mix, they differ by far more
+TOLERANCE = 5e-2  # of the largest logit, in half precision; mixed states differ by far more
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Where samples of a pack lie. lengths: of each, on the host, which never waits for it; cu_seqlens (samples + 1,)
-    int32, where they start, and T, cu_seqlens_cpu the same on the host; seq_idx (1, T) int32, each token's sample."""
+    """Positions of samples in a pack. lengths: per sample, on the host, without a sync; cu_seqlens (samples + 1,)
+    int32: their starts, and T; cu_seqlens_cpu: the same on the host; seq_idx (1, T) int32: each token's sample."""
 
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor
@@ -45,7 +45,7 @@ class Samples:
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], cu_seqlens: torch.Tensor) -> "Samples":
-        """From what a Batch has."""
+        """Build from a Batch's fields."""
         places = torch.arange(sum(lengths), dtype=torch.int32, device=cu_seqlens.device)
         seq_idx = torch.searchsorted(cu_seqlens[1:], places, right=True, out_int32=True)[None]  # (1, T)
         starts = torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
@@ -138,17 +138,17 @@ def delta_net_report(config: PreTrainedConfig, device: torch.device, dtype: torc
 
 @functools.cache
 def let_the_cpu_compute(modeling: ModuleType) -> None:
-    """Let the functions of a file of transformers' compute in torch what kernels for CUDA don't take.
+    """Make functions in a transformers file fall back to torch for inputs that the CUDA kernels don't support.
 
-    transformers 5.23 chooses by what is installed alone: with the packages, models on a CPU, as those of trials are, or
-    in float32 would fail.
+    transformers 5.23 only checks if the packages are installed: with them, models on a CPU, as in trials, or in float32
+    would fail.
     """
     for name in FUNCTIONS:
         setattr(modeling, name, by_device(getattr(modeling, name)))
 
 
 def by_device(function: Callable) -> Callable:
-    """One of FUNCTIONS, or what is in torch in its place where the device or the precision is not a kernel's."""
+    """Return one of FUNCTIONS with a fallback to torch if the kernel doesn't support the device or precision."""
     in_torch = inspect.unwrap(function)  # which would ignore boundaries silently
 
     @functools.wraps(function)

@@ -22,11 +22,11 @@ class Folders:
         kind = config["model_type"]
         if kind in NOT_YET:
             raise ConfigError(
-                f"{where} is a {kind}, which can't be trained here yet ({NOT_YET[kind]}): give one of "
+                f"{where} is a {kind}, but these can't be trained here yet ({NOT_YET[kind]}): give one of "
                 f"{', '.join(READY)}, or a language model with --vision_tower"
             )
         if kind in NEEDED and NEEDED[kind] not in EXTENSIONS:
-            raise ConfigError(f"{where} is a {kind}, which needs llava_ds/extensions/{NEEDED[kind]}: not found")
+            raise ConfigError(f"{where} is a {kind}, and needs llava_ds/extensions/{NEEDED[kind]}: not found")
         family = family_of(kind)
         ready, text, names = read_ready(family, path, config, self.missing(config), where)
         renames = names.renames()

@@ -164,7 +164,7 @@ def side_of(settings: dict, name: str, *keys: str) -> int:
 def token_of(tokenizer: PreTrainedTokenizerBase, token: object) -> str:
     """Return the token. Raises ValueError if the tokenizer lacks it."""
     if not isinstance(token, str) or token not in tokenizer.get_vocab():
-        raise ValueError(f"its tokenizer has no token {token!r}, which its processor writes around images")
+        raise ValueError(f"its tokenizer has no token {token!r}, but its processor writes it around images")
     return token
 
 

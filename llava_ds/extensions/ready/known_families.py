@@ -34,7 +34,7 @@ NOT_YET = {
     "gemma3n": "its layers have several streams of hidden states",
     "gemma4_unified": "its images go into the language model without a tower",
     "paligemma": "its prompts see all of themselves",
-    "qwen3_5_moe": "its experts are not tried beside layers with a state across tokens",
+    "qwen3_5_moe": "its experts are not tested with layers with a state across tokens",
     "mllama": "its images are not in the sequence",
 }
 

@@ -66,7 +66,7 @@ def _first_whole_images(
     num_images = sum(start < len(places) and places[start] < num_positions for start in starts)
     num_features = ends[num_images - 1] if num_images else 0
     if num_features > len(places):
-        raise NotCompared("its last image is cut by --model_max_length, which transformers can't compute")
+        raise NotCompared("its last image is cut by --model_max_length, and transformers can't compute that")
     length = max(num_positions, places[num_features - 1] + 1 if num_images else 0)
     ids = batch.input_ids[:, :length].clone()
     if not num_images:

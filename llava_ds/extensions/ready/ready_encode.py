@@ -37,7 +37,7 @@ class ReadyEncoder(Encoder):
         if last:
             raise ConfigError(
                 f"the tokenizer of {self.tokenizer.name_or_path} adds {self.tokenizer.convert_ids_to_tokens(last)} "
-                "behind every text, which its chat template does not write: set add_eos_token to false in it"
+                "after every text, but its chat template does not: set the tokenizer's add_eos_token to false"
             )
 
     def _find_image_token(self) -> None:

@@ -154,7 +154,7 @@ def cut_as_asked(asked: AskedSize, size: Size, side: int, most: float, num_frame
         most = asked.most
     if least > most:
         raise DataError(
-            f"asks for a size of at least {least:,.0f} and at most {most:,.0f} pixels: give 'min_pixels' and "
+            f"requires a size of at least {least:,.0f} and at most {most:,.0f} pixels: give 'min_pixels' and "
             "'max_pixels' that an image can have"
         )
     return _cut_between(size, side, least, most)
@@ -265,7 +265,7 @@ class FrameCells:
         return max(min(self.most, int(capped * 0.9) * self.moment // num_frames), floor)
 
     def text(self, cut: Cut) -> str:
-        """Return the text of a moment, or of all; one image_token represents all of its features."""
+        """Return the placeholder text of one moment; one image_token represents all its features."""
         return f"{self.start}{self.image_token}{self.end}"
 
 
@@ -308,7 +308,7 @@ class BudgetTiling(Cells):
 def _refuse_narrow(size: Size) -> None:
     if max(size) > MAX_SHAPE * min(size):
         raise DataError(
-            f"an image of {size[0]} x {size[1]} is more than {MAX_SHAPE} times longer than wide, which the model's "
+            f"an image of {size[0]} x {size[1]} is more than {MAX_SHAPE} times longer than wide, and the model's "
             "processor refuses: leave it out"
         )
 

@@ -59,12 +59,12 @@ VERSION = 4  # raise it when the trial becomes stricter
 LOGITS, LOSS, GRADIENTS = 1e-4, 1e-5, 1e-3
 LEAST_NORM = 1e-4  # of a gradient, relative to the largest: a tower's key biases have a true one of zero
 LEAST_PIXEL = 1e-5  # of a normalised pixel
-OWN_CODE = Path(__file__).parents[2]  # on which the result depends
+OWN_CODE = Path(__file__).parents[2]  # the result depends on it
 
-# What computes logits, ids and pixels.
+# Packages that compute logits, ids and pixels.
 LIBRARIES = ("torch", "transformers", "tokenizers", "jinja2", "pillow", "numpy")
 
-CELLS_TIMES = 3  # images are as many times larger where they keep their size: wider than a window of the tower
+CELLS_TIMES = 3  # factor for images that keep their size: wider than a window of the tower
 # Conversations: the sizes of their images, with the number of frames of videos, and turns of question and answer with
 # marks. The last is for models that have videos.
 TALKS = (
@@ -97,7 +97,7 @@ class Difference(NamedTuple):
         )
 
     def problem(self) -> str | None:
-        """What is different, if anything is."""
+        """Return the first difference beyond tolerance, or None."""
         if not self.pixels <= LEAST_PIXEL:
             return f"pixels differ from its image processor's by {self.pixels:.2g}"
         if not self.logits <= LOGITS:
@@ -215,9 +215,9 @@ def _image_processor(plan: ModelPlan, images: ReadyImageOptions):
 
 
 def _compare_sizes(processor, images: ReadyImageOptions) -> None:
-    """Compare the numbers of patches of a small and of a large image, which bounds of pixels decide, without pixels.
+    """Compare the numbers of patches of a small and a large image, derived from the pixel limits, without pixels.
 
-    Raises DataError where they differ.
+    Raises DataError if they differ.
     """
     if not isinstance(images.tiling, CellTiling):
         return  # sizes that the images of the trial show
@@ -330,8 +330,8 @@ def _renumbered(sample: LoadedSample, known: torch.Tensor) -> LoadedSample:
 def _one_by_one(
     outer: nn.Module, family: ReadyFamily, samples: list[LoadedSample], pixels: list[torch.Tensor | None]
 ) -> tuple[torch.Tensor, float, float]:
-    """transformers' logits (S, V) before all targets, the summed loss, whose gradients are left in the parameters, and
-    the largest logit."""
+    """Return transformers' logits (S, V) before all targets, the summed loss and the largest logit. The loss's
+    gradients are left in the parameters."""
     found, total, largest = [], 0.0, 0.0
     for sample, shown in zip(samples, pixels):
         is_image = (sample.input_ids == IMAGE_TOKEN_INDEX)[None]

@@ -18,11 +18,11 @@ def ready_problems(args: Arguments, kind: str) -> list[str]:
     given += ["version"] * ("version" in args.given and args.model.version != "processor")
     training, problems = args.training, []
     if training.objective != "sft":
-        problems.append(f"--objective {training.objective}: {kind}, which trains on answers alone so far: give sft")
+        problems.append(f"--objective {training.objective}: {kind} can only be trained on answers yet: give sft")
     problems += sharing_problems(args)
     if given:
         problems.append(
-            f"{', '.join(f'--{name}' for name in given)}: {kind}, whose own files say how images and conversations are "
+            f"{', '.join(f'--{name}' for name in given)}: {kind} has its own files on how images and conversations are "
             "prepared: leave them out"
         )
     return problems

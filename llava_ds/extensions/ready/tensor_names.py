@@ -135,7 +135,7 @@ def read_ready(
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"{where}: its text_config is a {text.model_type}, expected a causal language model")
     ready = ReadyModel(family, whole)
-    with library_errors(where, "config.json is not what transformers expects"):
+    with library_errors(where, "transformers can't read its config.json"):
         names = ReadyNames(ready, text)
     if names.is_tied:  # like transformers: weights that are stored twice and differ stay untied
         on_disk = {names.to_memory(name): name for name in tensor_names(path)}

@@ -33,7 +33,7 @@ def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks) 
         raise DataError(
             f"step {step:,}: the ranks no longer hold the same weights, which should be copies of each other. These "
             f"{odd}:\n" + "\n".join(lines) + f"\nthe memory, device or network of a rank is at fault, or code that "
-            "runs on some ranks only. Take the machine out, and go on from a checkpoint of step "
+            "runs on some ranks only. Take the machine out, and resume from a checkpoint of step "
             f"{step - every:,} or before, when they were last seen to be the same: --resume PATH"
         )
 

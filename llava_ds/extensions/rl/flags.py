@@ -1,4 +1,4 @@
-"""The flags of reinforcement learning: of both objectives, then of each."""
+"""Flags of reinforcement learning: shared by both objectives, then per objective."""
 
 import re
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class Flags(ExtensionFlags):
     )
     reward_model_name_or_path: str | None = _rl(
         None,
-        "grpo and ppo: folder of a reward model (--objective reward), whose score is one more reward, with the last of "
+        "grpo and ppo: folder of a reward model (--objective reward): its score is one more reward, with the last of "
         "--reward_weights.",
         path="model",
     )
@@ -46,12 +46,12 @@ class Flags(ExtensionFlags):
     )
     vllm_server: str | None = _rl(
         None,
-        "grpo and ppo: address of run/vllm_server.py on this machine (http://127.0.0.1:8765), which draws the answers "
+        "grpo and ppo: address of run/vllm_server.py on this machine (http://127.0.0.1:8765): it draws the answers "
         "by vLLM. Absent: they are drawn over the engine's own tensors.",
     )
     temperature: Positive = _rl(
         1.0,
-        "grpo and ppo: what logits are divided by, when answers are drawn and in the probabilities that train; below 1 "
+        "grpo and ppo: divisor of the logits when answers are drawn and in the trained probabilities; below 1 "
         "answers differ less.",
     )
     top_k: NotNegative = _rl(0, "grpo and ppo: draw among so many of the most probable tokens. 0: among all.")
@@ -61,7 +61,7 @@ class Flags(ExtensionFlags):
     num_iterations: Count = _rl(1, "grpo and ppo: optimizer updates over the answers of a step.")
     beta: Rate = _grpo(
         0.0,
-        "grpo: how strongly the model is held to the reference model, which it begins as. 0 needs no reference model.",
+        "grpo: weight that keeps the model close to the reference model, its starting point. 0 needs none.",
     )
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = _grpo(
         "dapo",
@@ -93,7 +93,7 @@ class Flags(ExtensionFlags):
     )
     critic_model_name_or_path: str | None = _ppo(
         None,
-        "ppo: folder of the model that the critic starts from, which has to read the same tokens and images. Absent: "
+        "ppo: folder of the model that the critic starts from; it must read the same tokens and images. Absent: "
         "--model_name_or_path, and a value head of zeros.",
         path="model",
         only_to_train=True,
@@ -101,14 +101,14 @@ class Flags(ExtensionFlags):
     critic_learning_rate: Rate | None = _ppo(None, "ppo: peak learning rate of the critic. Absent: --learning_rate.")
     kl_ctl: Rate = _ppo(
         0.1,
-        "ppo: what a token costs of its reward by which it is more likely than under the reference model, the one that "
+        "ppo: penalty for tokens that are more likely than under the reference model, the model that "
         "the run starts from. 0 needs no reference model.",
     )
-    gamma: Part = _ppo(1.0, "ppo: what a reward counts one token earlier.")
+    gamma: Part = _ppo(1.0, "ppo: discount of a reward per earlier token.")
     lam: Part = _ppo(0.95, "ppo: lambda of the generalised advantages; 1: by rewards alone, 0: by the critic's.")
     cliprange: PartBelowOne = _ppo(0.2, "ppo: how far the ratio of new to old probability may move and count.")
     cliprange_value: Positive = _ppo(0.2, "ppo: how far a value may move from the old one and count.")
-    vf_coef: Rate = _ppo(0.1, "ppo: weight of the critic's loss beside the actor's.")
+    vf_coef: Rate = _ppo(0.1, "ppo: weight of the critic's loss relative to the actor's.")
     clip_reward_value: Positive = _ppo(5.0, "ppo: most that the reward of an answer counts, either way.")
 
     other_names: ClassVar = {

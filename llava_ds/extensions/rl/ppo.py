@@ -78,7 +78,7 @@ class PPO(GRPO):
         return actor + self.loss.vf_coef * critic, metrics
 
     def _value_losses(self, values: torch.Tensor, old: Valued) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the critic's loss of every token (S,), and a mask of clipped values, which have no gradient."""
+        """Return the critic's loss of every token (S,), and a mask of clipped values; they have no gradient."""
         reach = self.loss.cliprange_value
         clipped = old.values + (values - old.values).clamp(-reach, reach)
         plain, bounded = (values - old.returns) ** 2, (clipped - old.returns) ** 2

@@ -144,7 +144,7 @@ def model_rewards(judge: Scorer, answers: Sequence[Completion]) -> list[float]:
 def _own(name: str) -> Callable[[Sequence[Completion]], list[float]]:
     if name not in REWARDS:
         hint = did_you_mean(name, REWARDS, f"give some of {', '.join(REWARDS)}, or file.py:function")
-        raise ConfigError(f"--reward_funcs {name}: there is no such reward: {hint}")
+        raise ConfigError(f"--reward_funcs {name}: unknown reward: {hint}")
     return lambda answers: [REWARDS[name](one) for one in answers]
 
 

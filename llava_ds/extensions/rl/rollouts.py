@@ -183,7 +183,7 @@ class Rollouts(SessionPart):
         return groups, {"frac_resampled": torch.tensor(float(replaced), dtype=torch.float64, device=self.ranks.device)}
 
     def _another(self, turn: tuple[int, int], prompt: AskedPrompt) -> AskedPrompt | None:
-        """Choose another prompt; None if it is broken, which its own step will report."""
+        """Choose another prompt; None if it is broken; its own step will report that."""
         dataset = self.plan.steps.dataset
         rng = np.random.default_rng([self.plan.args.training.seed, *turn, prompt.index])
         found, _ = self._prompts([int(rng.integers(len(dataset)))])

@@ -27,7 +27,7 @@ class VllmServer:
 
     def __init__(self, url: str, folder: Path, export: ExportPlan, ranks: Ranks) -> None:
         if export.form != "hf":
-            raise ConfigError("--vllm_server reads transformers' format, which has no class for this model")
+            raise ConfigError("--vllm_server reads transformers' format, but transformers has no class for this model")
         self._url, self._folder, self._export, self._ranks = url.rstrip("/"), folder, export, ranks
 
     def push(self, engine) -> None:

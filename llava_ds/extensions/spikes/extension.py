@@ -47,7 +47,7 @@ class Spikes(Hook):
         if went_back is not None:
             message += f": back to {went_back.name}, and on with the samples after step {step:,}"
         elif self.spikes.rewinds:
-            message += ": there is no checkpoint yet to go back to"
+            message += ": no checkpoint to go back to yet"
         print_first(message)
         self.spikes.settle(went_back and went_back.name)
 
@@ -56,7 +56,7 @@ def check(resolved: ResolvedConfig) -> Iterator[str]:
     """Yield a line for NVMe: DeepSpeed 0.19.8 would continue at rate 0, without the states that stayed in memory."""
     if resolved.args.rewinds and offload_device(resolved.config, "offload_optimizer") == "nvme":
         yield (
-            "--on_loss_spike rewind can't go back: DeepSpeed does not bring an optimizer back that lies on NVMe. Give "
+            "--on_loss_spike rewind can't go back: DeepSpeed can't restore an optimizer from NVMe. Give "
             'continue, or offload_optimizer to "cpu"'
         )
 

@@ -21,7 +21,7 @@ class Flags(ExtensionFlags):
     on_loss_spike: Literal["continue", "rewind"] = _spikes(
         "continue",
         "Reaction to a jump of the loss. continue: report it; rewind: go back to the weights of the last checkpoint "
-        "and skip the samples since then, whose steps remain counted.",
+        "and skip the samples since then; their steps still count.",
     )
     loss_spike_sigma: Positive = _spikes(
         6.0,

@@ -78,8 +78,8 @@ class LossSpikes:
     def _too_often(self, checkpoint: str) -> str:
         return (
             f"the run went back to {checkpoint} {MOST_REWINDS} times and met another spike of the loss each time. "
-            f"{self.path} has the samples of those steps. {checkpoint} is as good as before: look at the data, lower "
-            "--learning_rate or set --max_grad_norm (both start a new run), or go on from there with a larger "
+            f"{self.path} has the samples of those steps. {checkpoint} is unchanged: check the data, lower "
+            "--learning_rate or set --max_grad_norm (both start a new run), or continue from there with a larger "
             "--loss_spike_sigma and --allow_changed_flags loss_spike_sigma"
         )
 

@@ -24,9 +24,10 @@ class Flags(ExtensionFlags):
     }
     stream: bool = _streaming(
         False,
-        "Begin to train when the first records are checked and encoded, and encode the rest meanwhile. The order is "
-        "drawn over records, bad ones included, whose places in a step stay empty: it is the same whether the encoding "
-        "is whole or not, and another one than without --stream.",
+        "Begin training when the first records are checked and encoded, and encode the rest meanwhile. The order is "
+        "drawn over all records, and bad ones leave their place in a step empty: it is the same before and "
+        "after encoding "
+        "finishes, but differs from the order without --stream.",
     )
     shuffle_buffer_size: Count = _streaming(
         16_384,

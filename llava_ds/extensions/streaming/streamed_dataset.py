@@ -134,7 +134,7 @@ class StreamedDataset(EncodedDataset):
         there = len(shards.encoded_shards(self._spec.folder, self._number))
         return [
             *self.descriptions,
-            f"{self._num_records:,} records, which are checked and encoded while training runs (--stream): {there:,} "
+            f"{self._num_records:,} records, checked and encoded during training (--stream): {there:,} "
             f"of {self.num_shards:,} shards are there",
         ]
 

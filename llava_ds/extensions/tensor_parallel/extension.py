@@ -31,16 +31,16 @@ def check(resolved: ResolvedConfig) -> Iterator[str]:
     name = value_at(config, "optimizer.type")
     for optimizer, needs in WHOLE_MATRICES.items():
         if isinstance(name, str) and name.lower() == optimizer.lower():
-            yield f"{flag}, but {optimizer}'s updates depend on {needs}, which no rank has: take another"
+            yield f"{flag}, but {optimizer}'s updates depend on {needs}, missing on every rank: use another"
     for key in OWN_GROUPS:
         value = value_at(config, f"zero_optimization.{key}")
         if value not in (None, False) and (value is True or value not in (1, -1)):
-            yield f"{flag}, but zero_optimization.{key} makes groups of ranks of its own: remove one of them"
+            yield f"{flag}, but zero_optimization.{key} makes its own groups of ranks: remove one"
     for part in OFFLOADED:
         if offload_device(config, part) == "nvme":
-            yield f'{flag}, but zero_optimization.{part}.device is "nvme", which is not tried: write "cpu"'
+            yield f'{flag}, but zero_optimization.{part}.device is "nvme", an untested combination: write "cpu"'
     if deep_compiles(config):
-        yield f"{flag}, but compile.deepcompile cuts matrices by rules of its own: remove one of them"
+        yield f"{flag}, but compile.deepcompile cuts matrices by its own rules: remove one"
 
 
 def fits(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:

@@ -34,8 +34,8 @@ class Flags(ExtensionFlags):
     tensor_parallel_size: Count = _tensor(
         1,
         "Ranks that share the matrices of the language model's layers (DeepSpeed's AutoTP), for models or batches too "
-        "large for ZeRO alone. They compute the same samples together, and add up what they have twice a layer, so "
-        "they belong into one machine.",
+        "large for ZeRO alone. They compute the same samples together, and add up partial results twice per layer, so "
+        "they should be in one machine.",
         aliases=("--tp_size", "--deepspeed_autotp_size"),
         resume="layout",
         shares_samples=True,

@@ -56,9 +56,7 @@ def problems(config: PreTrainedConfig, tp: int) -> list[str]:
     others = [name for name, p in layers if not _goes(name, p, config)]
     if not layers or others:
         example = others[0] if others else "other names"
-        found.append(
-            f"layers have {example}, and what is cut is {WORDS}: leave the flag out, ZeRO shards this family as it is"
-        )
+        found.append(f"layers have {example}, but only {WORDS} can be cut: leave the flag out, ZeRO shards this family")
     elif uneven := [name for name, p in layers if _dim(name) is not None and p.shape[_dim(name)] % tp]:
         found.append(f"{uneven[0]} can't be divided into {tp} parts")
     return found

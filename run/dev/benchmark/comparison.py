@@ -1,4 +1,4 @@
-"""Two ways to train the same, timed in turns: read each run, refuse runs that trained differently, compare the rest."""
+"""Time two ways of training in turns: read runs, refuse those that trained differently, and compare the rest."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ PADDED = "Trainer, padded"
 RECOMPUTED = "Trainer, padded, recomputing"
 SIDES = (OURS, PADDED, RECOMPUTED)
 
-LARGEST_DIFFERENCE = 1e-3  # relative, of loss and gradient norm between the sides, in fp32
+LARGEST_DIFFERENCE = 1e-3  # relative difference of loss and gradient norm between the sides, in fp32
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,20 @@ class Run:
     cpu_time_s: list[float]
 
     def seconds(self, warm_up: int, of_cpu: bool = False) -> float:
-        """Of all steps but the first. of_cpu: of processor time, of all ranks together."""
+        """Seconds of all steps after the warm-up. of_cpu: processor time, summed over ranks."""
         return sum((self.cpu_time_s if of_cpu else self.step_time_s)[warm_up:])
 
 
 def turns(sides: tuple[str, ...], rounds: int) -> list[tuple[int, str]]:
-    """(round, side) in the order of running: every side once a round, and another first in each.
+    """Return (round, side) in running order: every side once per round, starting with a different one each time.
 
-    A machine that gets slower or faster meanwhile then does so for all of them alike.
+    Changes in the machine's speed then affect all sides alike.
     """
     return [(r, sides[(r + i) % len(sides)]) for r in range(rounds) for i in range(len(sides))]
 
 
 def read_run(side: str, number: int, written: Path, peak_file: Path) -> Run:
-    """A run, from what it wrote: the output folder of run/train.py, or the file of hf_trainer.py."""
+    """Read a run from run/train.py's output folder or hf_trainer.py's file."""
     if side == OURS:
         rows = read_metrics(written / "metrics.jsonl")
         values = {name: [row[name] for row in rows] for name in ("step_time_s", "loss", "grad_norm")}
@@ -57,28 +57,29 @@ def read_run(side: str, number: int, written: Path, peak_file: Path) -> Run:
 
 
 def refuse_different(runs: list[Run], what: str) -> dict[str, float]:
-    """The largest relative difference, of loss and gradient norm, of any run's step from the first run's.
+    """Return the largest relative differences of loss and gradient norm from the first run.
 
-    what: the name of the comparison. Raises ConfigError where the runs did not train the same: their times say nothing.
+    what: the comparison's name. Raises ConfigError if the runs did not train the same; their times mean nothing then.
     """
     lengths = {len(values) for run in runs for values in (run.step_time_s, run.loss, run.grad_norm)}
     if len(lengths) > 1:
-        raise ConfigError(f"{what}: the runs have different numbers of steps ({sorted(lengths)}): look at their logs")
+        raise ConfigError(f"{what}: the runs differ in their number of steps ({sorted(lengths)}): check their logs")
     found = {}
     for name in ("loss", "grad_norm"):
         first, *others = (np.array(getattr(run, name)) for run in runs)
         difference = found[name] = float(np.max(np.abs(np.array(others) - first) / np.abs(first)))
-        if not difference <= LARGEST_DIFFERENCE:  # NaN, too
+        if not difference <= LARGEST_DIFFERENCE:  # also true for NaN
             raise ConfigError(
                 f"{what}: {name} differs by {difference:.1e} between {', '.join(sorted({run.side for run in runs}))}; "
-                f"at most {LARGEST_DIFFERENCE:g} is rounding: they do not train the same, so that their times can't be "
+                f"rounding explains at most {LARGEST_DIFFERENCE:g}: they do not train the same, so their times "
+                "can't be "
                 "compared"
             )
     return found
 
 
 def ratios(runs: list[Run], other: str, warm_up: int, of_cpu: bool = False) -> list[float]:
-    """Time of the other side over ours, round by round."""
+    """Return the other side's time divided by ours, per round."""
     seconds = {(run.round, run.side): run.seconds(warm_up, of_cpu) for run in runs}
     return [seconds[r, other] / seconds[r, OURS] for r in sorted({run.round for run in runs})]
 
@@ -86,7 +87,7 @@ def ratios(runs: list[Run], other: str, warm_up: int, of_cpu: bool = False) -> l
 def fractions_of_peak(
     runs: list[Run], side: str, useful_flops: list[float], num_ranks: int, warm_up: int
 ) -> list[float]:
-    """Round by round, the part of the speed of matrix products that the useful FLOPs (per step) of a side reach."""
+    """Return, per round, a side's useful FLOPs (given per step) as a share of the matrix-product speed."""
     useful = sum(useful_flops[warm_up:])
     mine = [run for run in runs if run.side == side]
     return [useful / run.seconds(warm_up) / (num_ranks * run.gemm_flops_per_rank) for run in mine]

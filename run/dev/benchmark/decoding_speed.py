@@ -1,4 +1,4 @@
-# S side of the tower's square
+# S side of the tower's square input
 """Images per second and core, from JPEG to the tower's input: LLaVA's path, ours, and --fast_image_decoding."""
 
 import dataclasses
@@ -19,18 +19,18 @@ from llava_ds.geometry import ImageOptions, Size, media_layout
 
 SIDE = 336
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-PHOTO_SIZES = ((640, 480), (640, 427), (480, 640))  # COCO's, of which LLaVA's data mostly consist
+PHOTO_SIZES = ((640, 480), (640, 427), (480, 640))  # COCO's sizes, the majority in LLaVA's data
 RATIOS = ("pad", "square")
 
 
 def measure_decoding(
     num_images: int, seconds: float, seed: int, sizes: tuple[Size, ...] = PHOTO_SIZES
 ) -> dict[str, dict[str, float]]:
-    """Measure images per second and core for pad and square; ratios; and the error of the fast path.
+    """Measure images per second and core for pad and square, their ratios, and the error of the fast path.
 
-    The ways take every image in turns, by processor time, with one thread, for about so many seconds in all and once
-    at least; figures are medians over the images of the median time of each. {ratio: {llava_per_s, ours_per_s,
-    fast_per_s, fast_over_llava, fast_over_ours, max_error}}, errors of 255 against our exact path.
+    Each image is decoded each way in turns, with one thread, for about `seconds` of processor time in total and at
+    least once. Figures are medians over the images of each image's median time. Returns {ratio: {llava_per_s,
+    ours_per_s, fast_per_s, fast_over_llava, fast_over_ours, max_error}}; errors are out of 255, against our exact path.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -46,7 +46,7 @@ def measure_decoding(
 
 
 def photograph(width: int, height: int, seed: int) -> Image.Image:
-    """A made-up photograph: clouds of noise at several scales, sharp-edged boxes and grain."""
+    """Generate a photograph: clouds of noise at several scales, sharp-edged boxes and grain."""
     rng = np.random.default_rng(seed)
     pixels = np.full((height, width, 3), 128, np.float32)
     for cells, strength in ((4, 60), (16, 45), (64, 30), (256, 16), (1024, 8)):
@@ -64,7 +64,7 @@ def photograph(width: int, height: int, seed: int) -> Image.Image:
 
 
 def llava_pixels(path: str, processor: CLIPImageProcessorPil, aspect_ratio: str) -> torch.Tensor:
-    """(3, S, S) float32, normalised. Source: LLaVA's LazySupervisedDataset.__getitem__ and its expand2square."""
+    """Decode like LLaVA's LazySupervisedDataset.__getitem__ and expand2square: (3, S, S) float32, normalised."""
     image = Image.open(path).convert("RGB")
     if aspect_ratio == "pad":
         width, height = image.size
@@ -103,5 +103,5 @@ def _measured(paths: list[str], ratio: str, seconds: float) -> dict[str, float]:
 
 def _loaded(path: str, options: ImageOptions) -> torch.Tensor:
     media = Media("image", (FileRef(path),))
-    sizes = probe(media, options)  # once before training, in truth; small beside the rest
+    sizes = probe(media, options)  # in training this runs once, before the start; its time is small
     return load_media(media, sizes, media_layout("image", sizes, 1, options), options)

@@ -1,9 +1,9 @@
-# B samples of a batch, T tokens of the longest, N images
-"""The other side of the comparison: transformers' Trainer over DeepSpeed and its own class of the model, padded.
+# B samples of a batch, T tokens of the longest sample, N images
+"""Train with transformers' Trainer over DeepSpeed and transformers' own model class, with padding, for the comparison.
 
-Started by the deepspeed launcher with the same flags as run/train.py, and two of its own:
-  --steps_file FILE.json    what is measured: seconds, loss and gradient norm of every step
-  --recompute               with gradient checkpointing
+Started by the deepspeed launcher with the flags of run/train.py and two more:
+  --steps_file FILE.json    output: seconds, loss and gradient norm of every step
+  --recompute               use gradient checkpointing
 """
 
 import argparse
@@ -39,7 +39,7 @@ from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.ranks import first_rank_first, quiet_libraries
 from llava_ds.tracking.progress import peak_memory_bytes
 
-# Flags that the Trainer has by the same names.
+# Flags that have the same names in the Trainer.
 SAME = (
     "output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "learning_rate",
     "weight_decay", "warmup_steps", "lr_scheduler_type", "max_grad_norm", "seed", "bf16",
@@ -53,18 +53,18 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--recompute", action="store_true")
     own, rest = parser.parse_known_args(argv)
     args, _ = take_from_model(parse_arguments(rest)[0])
-    ranks = init_ranks()  # as run/train.py: DeepSpeed's collectives are not compiled on CPU
+    ranks = init_ranks()  # like run/train.py: DeepSpeed's collectives are not compiled on CPU
     plan = plan_model(args.model, args.data.model_max_length)
     image_options = plan.tower.image_options(args)
     with first_rank_first(ranks):
         dataset = open_data(args, plan.tokenizer, image_options)
     options = training_arguments(args, own.recompute, on_cpu=ranks.device.type == "cpu")
-    # After the options: under ZeRO-3 they make from_pretrained build every parameter as a partition.
+    # After the options: under ZeRO-3 they make from_pretrained partition every parameter.
     model = AutoModelForImageTextToText.from_pretrained(
         args.model.model_name_or_path, dtype=torch.float32, attn_implementation="sdpa"
     )
     freeze(model, args)
-    model.accepts_loss_kwargs = True  # Qwen's own says no: its loss would be averaged by micro-batches
+    model.accepts_loss_kwargs = True  # Qwen's class says no: its loss would be averaged over micro-batches
     clock = Clock()
     statistics = plan.images.mean, plan.images.std
     trainer = Trainer(
@@ -83,11 +83,11 @@ def main(argv: list[str]) -> None:
 
 
 def training_arguments(args: Arguments, recompute: bool, on_cpu: bool) -> TrainingArguments:
-    """The same recipe in the Trainer's words; what it does best otherwise is left as it is."""
+    """Return the same recipe as TrainingArguments; other settings keep the Trainer's defaults."""
     return TrainingArguments(
         **{name: getattr(args.training, name) for name in SAME},
         deepspeed=args.training.deepspeed_config,
-        gradient_checkpointing=recompute,  # not the reentrant kind, by default
+        gradient_checkpointing=recompute,  # non-reentrant by default
         train_sampling_strategy="sequential",  # the samples come in order
         remove_unused_columns=False,
         average_tokens_across_devices=True,
@@ -101,26 +101,26 @@ def training_arguments(args: Arguments, recompute: bool, on_cpu: bool) -> Traini
 
 
 def freeze(model: nn.Module, args: Arguments) -> None:
-    """Leave the parts trainable that the flags name."""
+    """Freeze all parts except those that the flags train."""
     parts, family = trained_parts(args.model), _family_of(model.config)
     vision = "model.vision_tower" if family is None else family.vision
     projector = ["model.multi_modal_projector"] if family is None else family.connector
     model.requires_grad_("language_model" in parts)
     model.get_submodule(vision).requires_grad_("vision_tower" in parts)
-    for name in projector:  # a tower may have it in it
+    for name in projector:  # it may be inside the tower
         model.get_submodule(name).requires_grad_("projector" in parts)
 
 
 def _family_of(config: PreTrainedConfig):
-    """The family of a ready model, which says where its parts are and what its processor makes of images."""
+    """Return a ready model's family: it locates the model's parts and its processor's inputs."""
     architecture = architecture_of(config)
     return None if architecture is None else architecture.family
 
 
 class PaddingCollator:
-    """A padded batch as LLaVA's collator makes it: to its longest sample, on the right, images normalised.
+    """Collate a padded batch like LLaVA: to the longest sample, on the right, images normalised.
 
-    Of a ready model images have the form that its own processor gives them.
+    A ready model's images have the form of its own processor's output.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class PaddingCollator:
         self.mean, self.std = (torch.tensor(values)[:, None, None] * 255 for values in (mean, std))
 
     def __call__(self, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:
-        """input_ids, labels and attention_mask (B, T); pixel_values (N, 3, H, W) float32, absent without images."""
+        """Return input_ids, labels, attention_mask (B, T); pixel_values (N, 3, H, W) float32, absent without images."""
         ids = [s.input_ids.masked_fill(s.input_ids == IMAGE_TOKEN_INDEX, self.image_token) for s in samples]
         batch = {
             "input_ids": pad_sequence(ids, batch_first=True),
@@ -149,7 +149,7 @@ class PaddingCollator:
 
 
 class Clock(TrainerCallback):
-    """Seconds from the end of a step to the end of the next, and what the Trainer logs of each."""
+    """Records the seconds between step ends, and the Trainer's log of each step."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -167,7 +167,7 @@ class Clock(TrainerCallback):
             self.logs.append(logs)
 
     def measured(self) -> dict[str, list[float]]:
-        """A value per step."""
+        """Return a value per step for each measurement."""
         return {
             "step_time_s": [end - start for start, end in itertools.pairwise(self.ends)],
             **{name: [row[name] for row in self.logs] for name in ("loss", "grad_norm")},

@@ -1,9 +1,9 @@
-"""Lengths of the data that LLaVA-1.5 was trained on, made up from a seed, to measure packing and speed on.
+"""Synthetic sample lengths like LLaVA-1.5's training data, generated from a seed, to measure packing and speed.
 
-Known (LLaVA-1.5, arXiv 2310.03744, table 7): the parts of the 665K mix and their numbers of records; 576 positions an
-image; 40,688 records of text, cut at 2,048 tokens. Estimated: the text's length and the share of answers in each
-part, from their form (turns of a question and a short answer, captions, boxes in digits). The whole comes to the means
-that were estimated for the real mix: 847 tokens a sample, of which 16.7 % are supervised.
+Known (LLaVA-1.5, arXiv 2310.03744, table 7): the parts of the 665K mix and their numbers of records; 576 positions per
+image; 40,688 text records, truncated at 2,048 tokens. Estimated: text length and share of answers in each part, from
+their form (turns of a question and a short answer, captions, boxes in digits). The totals match the means estimated for
+the real mix: 847 tokens per sample, 16.7 % of them supervised.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,9 @@ MAX_LENGTH = 2048
 
 @dataclass(frozen=True)
 class Part:
-    """Records of one form. text: mean tokens of it, template included; spread: of its logarithm; answers: share of
-    the text that is supervised; least: the fewest tokens of text."""
+    """Records of one form. text: mean text tokens, including the template; spread: of the logarithm of that; answers:
+    supervised share of the text; least: minimum text tokens.
+    """
 
     num_records: int
     text: float
@@ -41,13 +42,13 @@ FINETUNE = {
     "visual genome": Part(86_417, 415, 0.35, 0.42),
     "sharegpt": Part(40_688, 1_750, 0.90, 0.80, images=0),
 }
-# 558K captions after an image, without questions: <image>, the caption, an end.
+# 558K captions after an image, without questions: <image>, the caption, an end token.
 PRETRAIN = {"captions": Part(558_128, 24, 0.40, 1.0, least=8)}
 
 
 @dataclass(frozen=True)
 class LengthMix:
-    """Per sample: tokens, image positions included; images; supervised tokens. (S,) int64 each."""
+    """Per sample, (S,) int64 each: tokens including image positions; images; supervised tokens."""
 
     tokens: np.ndarray
     images: np.ndarray
@@ -55,7 +56,7 @@ class LengthMix:
 
 
 def length_mix(parts: dict[str, Part], num_samples: int, seed: int, image_tokens: int = IMAGE_TOKENS) -> LengthMix:
-    """num_samples samples of the parts (FINETUNE, PRETRAIN), drawn in proportion to their numbers of records."""
+    """Draw num_samples samples of the parts (FINETUNE, PRETRAIN), in proportion to their numbers of records."""
     rng = np.random.default_rng(seed)
     table = list(parts.values())
     records = np.array([part.num_records for part in table])
@@ -64,7 +65,7 @@ def length_mix(parts: dict[str, Part], num_samples: int, seed: int, image_tokens
         np.array([getattr(part, name) for part in table])[which]
         for name in ("text", "spread", "answers", "images", "least")
     )
-    # Log-normal with the mean that was asked for.
+    # Log-normal with the given mean.
     drawn = np.exp(np.log(text) - spread**2 / 2 + spread * rng.standard_normal(num_samples))
     room = MAX_LENGTH - images * IMAGE_TOKENS
     written = np.clip(drawn.round().astype(np.int64), least, room)

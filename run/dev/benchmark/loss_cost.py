@@ -1,5 +1,5 @@
-# T tokens of all samples laid end to end, S supervised positions, D width of the language model, V vocabulary
-"""Cost of the loss over supervised rows, beside the usual one: logits of all tokens, then cross-entropy."""
+# T tokens of all samples laid end to end, S supervised positions, D language-model width, V vocabulary
+"""Compare the cost of the loss over supervised rows with the usual cross-entropy over the logits of all tokens."""
 
 import statistics
 import time
@@ -22,12 +22,12 @@ def measure_output_loss(
     repeats: int = 3,
     trains: bool = True,
 ) -> dict[str, object]:
-    """Seconds and bytes of output layer and loss, forward and backward, both ways in turn; the medians and ratios.
+    """Measure seconds and bytes of output layer and loss, forward and backward, both ways in turn; medians and ratios.
 
-    ours: rows of supervised positions through the output layer's own loss; full: all rows through the output layer,
-    torch's cross-entropy with the others ignored. bytes: the most that tensors made on the way took at once,
-    gradients among them, weights and hidden states not. trains: the output layer's weights do. In float32 on the CPU,
-    with as many threads as torch has now: set one before.
+    ours: supervised rows through the output layer's own loss; full: all rows through the output layer, torch's
+    cross-entropy ignoring the unsupervised ones. bytes: peak of tensors created, including gradients, without weights
+    and hidden states. trains: train the output layer's weights. In float32 on the CPU with torch's current number of
+    threads: set it to one before.
     """
     torch.manual_seed(0)
     layer = nn.Linear(hidden_size, vocabulary, bias=False).requires_grad_(trains)
@@ -73,7 +73,7 @@ def measure_output_loss(
 
 
 class PeakBytes(TorchDispatchMode):
-    """The most bytes at a time of what operations within it return; buffers within an operation are not seen."""
+    """Tracks the peak bytes of tensors that operations return; buffers inside an operation are not seen."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
 """Run a script and measure it in the same process: measured_run.py HOW FILE.json SCRIPT FLAGS
 
 Started by the deepspeed launcher; rank 0 writes FILE.json. HOW:
-  timed      run/train.py or hf_trainer.py as it is, after all ranks at once have measured matrix products, as they
-             compute in training; processor time of each step, of every rank, into cpu-RANK.json beside FILE.json
-  profiled   run/train.py without its export, its weights drawn on the device, the last step under torch.profiler
-  loop       run/train.py without its export: its loop beside a bare one over the same engine and batches, in turns
+  timed      run/train.py or hf_trainer.py unchanged, after all ranks have measured matrix products at the same time, as
+             in training; each rank's processor time per step goes to cpu-RANK.json in FILE.json's folder
+  profiled   run/train.py without its export, with weights initialized on the device, the last step under torch.profiler
+  loop       run/train.py without its export: its loop and a bare one in turns, on the same engine and batches
 
-With profiled the model's folder may hold zeros, so that 14 GB of random weights need not lie on a disk; products of
-zeros, which a GPU computes faster, are not timed.
+With profiled, the model's folder may contain zeros, so that 14 GB of random weights needn't be on disk. Products of
+zeros are not timed, because a GPU computes them faster.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ from llava_ds.tracking.peak import gemm_peak
 from llava_ds.train import loop, plan, session
 from llava_ds.train.state import TrainState
 
-STEPS, ROUNDS = 2, 5  # of loop: steps of a round, rounds
+STEPS, ROUNDS = 2, 5  # for loop: steps per round, rounds
 
 
 def main() -> None:
-    # The launcher puts --local_rank first; the environment says it, too.
+    # The launcher puts --local_rank first; it is also in the environment.
     how, *words = (token for token in sys.argv[1:] if not token.startswith("--local_rank="))
     report_file, script, *flags = words
     report: dict[str, object] = {}
@@ -54,7 +54,7 @@ def main() -> None:
     spec = importlib.util.spec_from_file_location("script", script)
     train = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(train)
-    # Neither is timed, and 7B takes minutes.
+    # Neither is timed, and at 7B they take minutes.
     plan.try_export = session.try_export = lambda *_, **more: "nothing is exported"
     session.export_model = lambda *_: None
     train.main(flags)
@@ -68,13 +68,13 @@ def write(report: dict[str, object], file: str) -> None:
 
 
 class CpuTimes:
-    """Processor time of a rank's steps, of all threads: steadier than seconds where others work, too."""
+    """Processor time of a rank's steps over all threads: steadier than seconds on a shared machine."""
 
     def __init__(self) -> None:
         self._ticks: list[float] = []
 
     def tick(self) -> None:
-        """Note that training begins, or that a step ends."""
+        """Record the start of training, or the end of a step."""
         self._ticks.append(time.process_time())
 
     def write(self, folder: Path) -> None:
@@ -83,7 +83,7 @@ class CpuTimes:
 
 
 def with_ticks(run_steps: Callable[..., None], folder: Path) -> Callable[..., None]:
-    """The training loop whose steps' processor time is written."""
+    """Wrap the training loop to write its steps' processor time."""
 
     def run(*before: object) -> None:
         *before, after_step = before
@@ -103,9 +103,9 @@ def with_ticks(run_steps: Callable[..., None], folder: Path) -> Callable[..., No
 
 @torch.no_grad()
 def draw(model: nn.Module, std: float = 0.02) -> nn.Module:
-    """Fill a model, or this rank's partitions of it, with random matrices, zero biases and ones, and return it."""
+    """Fill a model, or this rank's partitions, with random matrices, zero biases and ones, and return it."""
     for name, parameter in model.named_parameters():
-        held = getattr(parameter, "ds_tensor", parameter)  # under ZeRO-3 the parameter itself is an empty shell
+        held = getattr(parameter, "ds_tensor", parameter)  # under ZeRO-3 the parameter itself is empty
         if len(getattr(parameter, "ds_shape", parameter.shape)) > 1:
             held.normal_(0.0, std)
         else:
@@ -114,8 +114,9 @@ def draw(model: nn.Module, std: float = 0.02) -> nn.Module:
 
 
 def profiled(run_steps: Callable[..., None], report: dict[str, object]) -> Callable[..., None]:
-    """The training loop, after a measurement of matrix products. Into the report go the seconds of every step, and on
-    CUDA what a profile of the last one says."""
+    """Wrap the training loop to measure matrix products first. Adds the seconds of every step and, on CUDA, the profile
+    of the last step to the report.
+    """
 
     def run(runner, windows, state, num_steps, objective, mesh, after_step) -> None:
         engine = runner.engine
@@ -125,7 +126,7 @@ def profiled(run_steps: Callable[..., None], report: dict[str, object]) -> Calla
             profilers, ends = [], [time.perf_counter()]
 
             def after(result) -> float:
-                _wait()  # else the time of what is queued would be the next step's
+                _wait()  # else the next step would include the time of queued kernels
                 ends.append(time.perf_counter())
                 if on_cuda and result.step == num_steps - 1:
                     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -141,9 +142,9 @@ def profiled(run_steps: Callable[..., None], report: dict[str, object]) -> Calla
 
 
 def idle_of(events: Iterable) -> dict[str, float]:
-    """From the first kernel's start to the last one's end: the share of the time in which none runs, and their seconds.
+    """Return the idle share between the first kernel's start and the last one's end, and the seconds of that span.
 
-    events: torch.profiler's.
+    events: from torch.profiler.
     """
     cuda = torch.autograd.DeviceType.CUDA
     spans = sorted((e.time_range.start, e.time_range.end) for e in events if e.device_type == cuda)
@@ -157,10 +158,10 @@ def idle_of(events: Iterable) -> dict[str, float]:
 
 
 def beside_bare(run_steps: Callable[..., None], report: dict[str, object]) -> Callable[..., None]:
-    """The training loop for its last step, after a measurement on the windows before that, which are repeated.
+    """Run the training loop's last step, after measuring on the windows before it, repeated.
 
-    Into the report go seconds a step of our loop and of a bare one, and their ratio less 1: medians of alternating
-    rounds. Loading data, logging and saving are on neither side. The engine trains meanwhile.
+    Reports seconds per step of our loop and of a bare one, and their ratio minus 1: medians of alternating rounds.
+    Neither includes loading, logging and saving. The engine is trained meanwhile.
     """
 
     def run(runner, windows, state, num_steps, objective, mesh, after_step) -> None:
@@ -182,7 +183,7 @@ def beside_bare(run_steps: Callable[..., None], report: dict[str, object]) -> Ca
                 started = time.perf_counter()
                 ways[name]()
                 _wait()
-                if turn:  # the first is warm-up
+                if turn:  # the first round is warm-up
                     times[name].append((time.perf_counter() - started) / STEPS)
         report.update({f"{name}_step_s": statistics.median(each) for name, each in times.items()})
         ratios = [ours / theirs - 1 for ours, theirs in zip(times["loop"], times["bare"])]

@@ -1,4 +1,4 @@
-"""LLaVA-1.5-7B in both stages on one large GPU, with random weights; without a GPU, a toy through the same code."""
+"""Run LLaVA-1.5-7B in both stages on one large GPU, with random weights; without a GPU, a toy through the same code."""
 
 import json
 from dataclasses import replace
@@ -12,8 +12,8 @@ from benchmark.workload import Shape
 from llava_ds.files.jsonl import read_metrics
 from llava_ds.runtime.gpus import gpu_named
 
-WARM_UP = 2  # steps; the last one is profiled and not timed either
-H200_FLOPS = gpu_named("h200").half * 1e12  # dense bfloat16, of H100 and H200 alike
+WARM_UP = 2  # steps; the last step is profiled and also not timed
+H200_FLOPS = gpu_named("h200").half * 1e12  # dense bfloat16, the same on H100 and H200
 
 LLAVA_7B = Shape(
     "llava-v1.5-7b", hidden=4096, intermediate=11008, layers=32, heads=32, vocab=32_000,
@@ -26,22 +26,22 @@ TOY = Shape(
 
 
 # Weights, gradients and Adam's states of 6.76 billion parameters take 108 GB of an H200's 149. ZeRO-3 on a single GPU,
-# because it updates them in parts: at 1 and 2 the fp32 gradients of all of them would take 27 GB more, and flattening
-# them 14. What is left holds the activations of 4,096 tokens without recomputing any.
-# num_steps follows from --rounds.
+# because it updates them in parts: at stages 1 and 2, the fp32 gradients would take 27 GB more, and flattening them 14.
+# The rest holds the activations of 4,096 tokens without recomputation.
+# num_steps is derived from --rounds.
 STAGES = (
     Case("stage 1", LLAVA_7B, captions=True, batch_size=256, accumulation=1, num_steps=0, tokens_per_micro_batch=8192),
     Case("stage 2", LLAVA_7B, captions=False, batch_size=128, accumulation=1, num_steps=0, tokens_per_micro_batch=4096),
 )
-ASKED = {"stage 1": 0.50, "stage 2": 0.465}  # least share of H200_FLOPS
+ASKED = {"stage 1": 0.50, "stage 2": 0.465}  # minimum share of H200_FLOPS
 NOT_MEASURED = (
-    "there is no GPU: a toy took the same way on the CPU, and its figures say nothing about LLaVA-1.5-7B",
+    "no GPU found: a toy ran the same code on the CPU, and its figures say nothing about LLaVA-1.5-7B",
     "not measured: tokens/s, memory and MFU at 7B, and the GPU's idle time",
 )
 
 
 def run_stage(case: Case, folder: Path, num_steps: int, more_flags: list[str]) -> dict[str, object]:
-    """Run one stage, on the GPU if there is one, and measure it. more_flags: of run/train.py, which win."""
+    """Run one stage, on the GPU if present, and measure it. more_flags: run/train.py's, override the stage's."""
     on_cuda, own = torch.cuda.is_available(), folder / case.name
     if not on_cuda:
         case = replace(case, shape=TOY, batch_size=8, tokens_per_micro_batch=256)
@@ -50,7 +50,7 @@ def run_stage(case: Case, folder: Path, num_steps: int, more_flags: list[str]) -
         "output_dir": own / "output",
         "bf16": True,
         "tokens_per_micro_batch": case.tokens_per_micro_batch,
-        "gradient_checkpointing": "auto" if on_cuda else "off",  # as few layers as memory needs: none on an H200
+        "gradient_checkpointing": "auto" if on_cuda else "off",  # as few layers as memory allows: none on an H200
         "learning_rate": 1e-3 if case.captions else 2e-5,
         "dataloader_num_workers": 8 if on_cuda else 0,
     }
@@ -66,10 +66,10 @@ def run_stage(case: Case, folder: Path, num_steps: int, more_flags: list[str]) -
 
 
 def read_measured(report: dict, rows: list[dict], useful_flops: list[float]) -> dict[str, object]:
-    """The figures of a run, its timed steps only.
+    """Return the figures of a run's timed steps.
 
-    mfu: of H200_FLOPS, absent without a GPU; of_gemm: of the products measured in the same process; idle_share: of the
-    profiled step, absent without a GPU.
+    mfu: share of H200_FLOPS, absent without a GPU; of_gemm: share of the products measured in the same process;
+    idle_share: of the profiled step, absent without a GPU.
     """
     timed, on_cuda = slice(WARM_UP, len(rows) - 1), torch.cuda.is_available()
     useful, seconds = useful_flops[timed], report["step_time_s"][timed]
@@ -89,14 +89,14 @@ def read_measured(report: dict, rows: list[dict], useful_flops: list[float]) -> 
 
 
 def rows_of(found: dict[str, object]) -> list[Row]:
-    """A stage's figures for the table."""
+    """Return a stage's figures as table rows."""
     label, idle = f"{found['stage']} on {found['device']}", found["idle_share"]
     rows = (
         ("tokens/s", found["tokens_per_s"], "{:,.0f}", None),
-        (f"of products measured, {found['gemm_flops'] / 1e12:.3g} TFLOP/s", found["of_gemm"], "{:.1%}", None),
+        (f"share of measured products, {found['gemm_flops'] / 1e12:.3g} TFLOP/s", found["of_gemm"], "{:.1%}", None),
         ("peak memory", [found["peak_memory_bytes"] / 1e9], "{:.1f} GB", None),
         ("peak memory as estimated", [found["estimated_bytes"] / 1e9], "{:.1f} GB", None),
         (f"MFU, of {H200_FLOPS / 1e12:.0f} TFLOP/s", found["mfu"], "{:.1%}", ASKED[found["stage"]]),
-        ("GPU idle (at most 2 % is asked)", None if idle is None else [idle], "{:.2%}", None),
+        ("GPU idle (target: at most 2 %)", None if idle is None else [idle], "{:.2%}", None),
     )
     return [Row(f"{label}: {name}", Spread.of(values), form, asked) for name, values, form, asked in rows if values]

@@ -1,4 +1,4 @@
-"""Results as a person reads them: a table in markdown."""
+"""Format results as a markdown table."""
 
 import statistics
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of some values, the least and the most."""
+    """Median, minimum and maximum of some values."""
 
     median: float
     least: float
@@ -19,7 +19,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """One result: what, its values over the rounds, how to write them ({} is a number), and the least that is asked."""
+    """One result: its name, a value per round, the number format ({} is the value), and the minimum target."""
 
     what: str
     values: Spread
@@ -27,14 +27,14 @@ class Row:
     asked: float | None = None
 
     def cells(self) -> list[str]:
-        """what, median, spread, what is asked for."""
+        """Return name, median, spread and target."""
         median, least, most = (self.form.format(v) for v in (self.values.median, self.values.least, self.values.most))
         spread = "" if least == most == median else f"{least} to {most}"
         return [self.what, median, spread, "" if self.asked is None else self.form.format(self.asked)]
 
 
 def markdown(rows: list[Row]) -> str:
-    """The rows as a table."""
+    """Format the rows as a markdown table."""
     lines = [["", "median", "lowest to highest", "asked for"], *(row.cells() for row in rows)]
     widths = [max(len(cells[i]) for cells in lines) for i in range(4)]
     written = [f"| {' | '.join(cell.ljust(width) for cell, width in zip(cells, widths))} |" for cells in lines]

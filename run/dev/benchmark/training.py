@@ -1,4 +1,4 @@
-"""Train the same with run/train.py and with transformers' Trainer, each run in processes of its own, in turns."""
+"""Run the same training with run/train.py and with transformers' Trainer in turns, each run in new processes."""
 
 import os
 import subprocess
@@ -29,33 +29,33 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 TRAIN = ROOT / "run" / "train.py"
 
-OWN_COMPOSITION = ("version", "tune_mm_mlp_adapter", "image_aspect_ratio")  # flags that a ready model has no use for
-SEED = 20  # with it the few steps have about the padded share of the whole mix
+OWN_COMPOSITION = ("version", "tune_mm_mlp_adapter", "image_aspect_ratio")  # flags that ready models don't use
+SEED = 20  # with this seed, a few steps have about the padded share of the whole mix
 
 
 @dataclass(frozen=True)
 class Case:
-    """The training of both sides. captions: stage 1, the projector alone, with ZeRO-2; else stage 2, with ZeRO-3."""
+    """The training of both sides. captions: stage 1, projector only, ZeRO-2; else stage 2, ZeRO-3."""
 
     name: str
     shape: Shape
     captions: bool
-    batch_size: int  # per rank and padded micro-batch, LLaVA's own
-    accumulation: int  # padded micro-batches of a rank in a step
-    num_steps: int  # the first of which only warm up
+    batch_size: int  # per rank and padded micro-batch, as in LLaVA
+    accumulation: int  # padded micro-batches per rank and step
+    num_steps: int  # including warm-up
     tokens_per_micro_batch: int
-    grouped: bool = False  # the order of LLaVA's own sampler; else as drawn
+    grouped: bool = False  # the order of LLaVA's sampler; else random
 
     def num_batches(self, num_ranks: int) -> int:
-        """Padded micro-batches of all ranks and steps."""
+        """Number of padded micro-batches over all ranks and steps."""
         return self.num_steps * self.accumulation * num_ranks
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """The work of an optimizer step, and its padding.
+    """The work of an optimizer step and its padding.
 
-    useful_flops: as MFU counts them; tokens of the samples; padded_tokens of all batches.
+    useful_flops: as counted by MFU; tokens: of the samples; padded_tokens: of all batches.
     """
 
     useful_flops: float
@@ -64,7 +64,7 @@ class StepWork:
 
 
 def write_case(case: Case, folder: Path, num_ranks: int, *, hollow: bool = False) -> list[str]:
-    """Write model and data; returns the flags that all sides train by. hollow: weights of zeros, as they are drawn."""
+    """Write model and data; returns all sides' training flags. hollow: zero weights, initialized on the device."""
     model, data = folder / "model", folder / "data"
     model.mkdir(parents=True, exist_ok=True)
     parts = PRETRAIN if case.captions else FINETUNE
@@ -86,7 +86,7 @@ def write_case(case: Case, folder: Path, num_ranks: int, *, hollow: bool = False
         "gradient_accumulation_steps": case.accumulation,
         "max_steps": case.num_steps,
         "learning_rate": 1e-3 if case.captions else 1e-4,
-        "max_grad_norm": 1.0,  # so that both compute the norm
+        "max_grad_norm": 1.0,  # makes both sides compute the norm
     }
     if case.shape.is_ready:
         flags = {name: value for name, value in flags.items() if name not in OWN_COMPOSITION}
@@ -98,14 +98,14 @@ def write_case(case: Case, folder: Path, num_ranks: int, *, hollow: bool = False
 
 
 def opened(flags: list[str]) -> tuple:
-    """Arguments, the model's plan and the encoded data."""
+    """Return the arguments, the model's plan and the encoded data."""
     args, _ = take_from_model(parse_arguments(flags, to_train=False)[0])
     plan = plan_model(args.model, args.data.model_max_length)
     return args, plan, open_data(args, plan.tokenizer, plan.tower.image_options(args))
 
 
 def work_of_steps(flags: list[str], num_ranks: int) -> list[StepWork]:
-    """The work of every optimizer step, from the encoded data."""
+    """Return the work of every optimizer step, from the encoded data."""
     args, plan, dataset = opened(flags)
     flops = model_flops(plan.text_config, plan.tower, args.model)
     training = args.training
@@ -123,7 +123,7 @@ def work_of_steps(flags: list[str], num_ranks: int) -> list[StepWork]:
 
 
 def estimated_bytes(flags: list[str], num_ranks: int) -> int:
-    """The most memory of a GPU by run/estimate.py's formula, for these flags and their encoded data."""
+    """Return run/estimate.py's peak GPU memory for these flags and their encoded data."""
     from llava_ds.extensions.planning.auto import Data, Devices, planned_run
     from llava_ds.extensions.planning.shapes import shape_of
 
@@ -138,7 +138,7 @@ def estimated_bytes(flags: list[str], num_ranks: int) -> int:
 
 
 def run_case(case: Case, flags: list[str], folder: Path, num_ranks: int, rounds: int) -> list[Run]:
-    """Run all sides, of a ready model without recomputation, round by round."""
+    """Run all sides round by round; ready models run without recomputation."""
     runs = []
     for number, side in turns(sides_of(case), rounds):
         own = folder / f"{SIDES.index(side)}-{number}"
@@ -158,14 +158,14 @@ def run_case(case: Case, flags: list[str], folder: Path, num_ranks: int, rounds:
 
 
 def sides_of(case: Case) -> tuple[str, ...]:
-    """The sides of a case."""
+    """Return the sides of a case."""
     return (OURS, PADDED) if case.shape.is_ready else SIDES
 
 
 def launch(num_ranks: int, how: str, report: Path, command: list[str], log: Path, on_cpu: bool = True) -> None:
-    """Run a script through the deepspeed launcher, on CPU ranks of one thread each or on GPUs, and measure it.
+    """Run and measure a script through the deepspeed launcher, on single-threaded CPU ranks or on GPUs.
 
-    how, report: measured_run.py's. Raises ConfigError with the end of its log where it fails.
+    how, report: measured_run.py's. Raises ConfigError with the end of its log if it fails.
     """
     launcher = [sys.executable, "-m", RUNNER_MODULE, "--log_level", "warning"]
     launcher += ["--num_accelerators", str(num_ranks), "--master_port", str(free_port())]
@@ -173,11 +173,11 @@ def launch(num_ranks: int, how: str, report: Path, command: list[str], log: Path
     environment = {name: value for name, value in os.environ.items() if name not in ranks}
     environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} if on_cpu else {}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    # The scripts are started as scripts: their folder is not where they find llava_ds and each other.
+    # They start as scripts, so their folder doesn't give access to llava_ds and each other.
     paths = [str(ROOT), str(HERE.parent), environment.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     launcher += [str(HERE / "measured_run.py"), how, str(report)]
     with log.open("w") as file:
         done = subprocess.run([*launcher, *command], env=environment, stdout=file, stderr=subprocess.STDOUT)
     if done.returncode:
-        raise ConfigError(f"{command[0]} failed, its log is {log}:\n{log.read_text()[-3000:]}")
+        raise ConfigError(f"{command[0]} failed, see its log {log}:\n{log.read_text()[-3000:]}")

@@ -1,8 +1,8 @@
-# P prompts of a step, G answers to each, B pairs or answers of a batch, L tokens of its longest row
-"""TRL's side of run/dev/compare_trl.py, started by the interpreter of TRL's environment: trl_side.py GIVEN RESULTS
+# P prompts per step, G answers per prompt, B pairs or answers per batch, L tokens of the batch's longest row
+"""Run TRL for run/dev/compare_trl.py, with the Python of TRL's environment: trl_side.py GIVEN RESULTS
 
-GIVEN is a JSON file with a model folder and log-probabilities; RESULTS gets TRL's losses and advantages. Nothing of
-llava_ds is imported here.
+GIVEN is a JSON file with a model folder and log-probabilities; TRL's losses and advantages are written to RESULTS.
+This script does not import llava_ds.
 """
 
 import json
@@ -22,7 +22,7 @@ COMMON = {"bf16": False, "gradient_checkpointing": False, "use_cpu": True, "repo
 
 
 def policy_trainer(model: str, folder: str, groups: list[dict], settings: dict) -> GRPOTrainer:
-    """GRPOTrainer over answers that are given, G for each of P prompts, with their rewards."""
+    """Build a GRPOTrainer over given answers and rewards, G answers for each of P prompts."""
     prompts = [{"prompt": group["question"]} for group in groups]
     every = [(group["prompt_ids"], answer) for group in groups for answer in group["answers"]]
 
@@ -49,7 +49,7 @@ def policy_trainer(model: str, folder: str, groups: list[dict], settings: dict) 
 
 
 def outputs_of(rows: torch.Tensor, length: int):
-    """A model that says these log-probabilities (B, C), at the end of rows of so many tokens, whatever it is given."""
+    """Build a model that ignores its input and ends rows of this length with these log-probabilities (B, C)."""
     padded = torch.nn.functional.pad(rows, (length - 1 - rows.shape[1], 0))
     other = torch.zeros_like(padded)
     named = {"log_probs": padded, "entropy": other, "mean_logits": other, "is_top1": other.bool()}
@@ -57,19 +57,19 @@ def outputs_of(rows: torch.Tensor, length: int):
 
 
 def tokenizer_of(folder: str):
-    """Open a model's tokenizer, padding by its end marker."""
+    """Open a model's tokenizer, with its end token as padding."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def padded(rows: list[list[float]]) -> torch.Tensor:
-    """(B, L) of rows of several lengths."""
+    """Pad rows of several lengths to (B, L)."""
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
 def pair_losses(model: str, cases: list[dict]) -> list[float]:
-    """The losses that DPOTrainer and CPOTrainer compute of log-probabilities that are given."""
+    """Return the losses of DPOTrainer and CPOTrainer for given log-probabilities."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         rows = [{"prompt": "yes", "chosen": "no", "rejected": "two"}]
@@ -101,7 +101,7 @@ def pair_losses(model: str, cases: list[dict]) -> list[float]:
 
 
 def policy_losses(model: str, given: dict) -> list[dict]:
-    """GRPOTrainer's advantages, and its losses of log-probabilities that are given."""
+    """Return GRPOTrainer's advantages, and its losses for given log-probabilities."""
     found = []
     for settings in given["settings"]:
         with tempfile.TemporaryDirectory() as folder:

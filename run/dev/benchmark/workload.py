@@ -1,4 +1,4 @@
-"""Models and data for both sides of a comparison: a shape, random weights, and samples of LLaVA's lengths, scaled."""
+"""Write models and data for a comparison: a shape, random weights, and samples with LLaVA's lengths, scaled."""
 
 import json
 import random
@@ -21,16 +21,16 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-WORDS = [f"{a}{b}" for a in "bdfglmnp" for b in "aeiou"]  # of one token each
-DIFFERENT_IMAGES = 256  # they cost the same to read again
-MARKS = 11  # tokens of the template around a question: <s>, [INST], [/INST] and a line's end
-IMAGE_TOKEN_INDEX = 3  # in transformers' folder: the id of a byte that no text has
+WORDS = [f"{a}{b}" for a in "bdfglmnp" for b in "aeiou"]  # one token each
+DIFFERENT_IMAGES = 256  # rereading an image costs the same
+MARKS = 11  # template tokens around a question: <s>, [INST], [/INST] and a line end
+IMAGE_TOKEN_INDEX = 3  # in transformers' folder: the id of a byte that is in no text
 
-# A ready model's samples are a ninth of what they are at full size: an image has a ninth of its features, which are a
-# third of the image's sides, and texts are scaled alike.
-SHRINK = 3  # of the sides of images
+# A ready model's samples are a ninth of full size: an image has a ninth of its features, because its sides are a third,
+# and texts are scaled equally.
+SHRINK = 3  # divisor of image sides
 READY_MARKS = 9
-# Sizes of photographs as in COCO, Visual Genome, OCR-VQA's covers and TextCaps, and their parts in LLaVA-1.5's mix.
+# Photograph sizes as in COCO, Visual Genome, OCR-VQA's covers and TextCaps, with their shares in LLaVA-1.5's mix.
 PHOTOGRAPHS = {(640, 480): 0.45, (480, 640): 0.2, (500, 375): 0.15, (350, 500): 0.1, (1024, 768): 0.1}
 ENDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
@@ -42,10 +42,10 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """A LLaVA, a Llama over a CLIP tower, or a ready model.
+    """A LLaVA (a Llama with a CLIP tower) or a ready model.
 
-    family: of llava_ds/model/families; tower_mlp: width of the tower's MLPs, by default four times its width.
-    key_heads: by default as many as heads. Of a LLaVA patches: along a side of the image.
+    family: in llava_ds/model/families; tower_mlp: width of the tower's MLPs, default four times its width; key_heads:
+    default the number of heads; patches: along an image side, for a LLaVA.
     """
 
     name: str
@@ -70,29 +70,29 @@ class Shape:
 
     @property
     def features(self) -> int:
-        """Image tokens of a LLaVA's image."""
+        """Image tokens per image of a LLaVA."""
         return self.patches**2
 
     @property
     def image_size(self) -> int:
-        """Pixels of a side of a LLaVA's image."""
+        """Image side of a LLaVA in pixels."""
         return self.patches * self.patch_size
 
     @property
     def scale(self) -> float:
-        """By how much samples are shorter than LLaVA-1.5's, whose images have IMAGE_TOKENS."""
+        """Length of samples relative to LLaVA-1.5's, with its IMAGE_TOKENS per image."""
         return 1 / SHRINK**2 if self.is_ready else self.features / IMAGE_TOKENS
 
     def output_share(self, padded_length: float) -> float:
-        """The output layer's part of the FLOPs, where every token of batches of that length gets logits."""
+        """Return the output layer's share of the FLOPs if every token of batches of that length gets logits."""
         projections = 2 * self.hidden**2 * (1 + (self.key_heads or self.heads) / self.heads)
-        attention = 2 * self.hidden * padded_length  # of a token with all others, forward, halved
+        attention = 2 * self.hidden * padded_length  # a token with all others, forward, halved
         layers = self.layers * (projections + 3 * self.hidden * self.intermediate + attention)
         output = self.vocab * self.hidden
         return output / (layers + output)
 
     def text(self, **more: object) -> dict[str, object]:
-        """The language model's configuration."""
+        """Return the language model's configuration."""
         return {
             "hidden_size": self.hidden, "intermediate_size": self.intermediate, "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads, "num_key_value_heads": self.key_heads or self.heads,
@@ -100,7 +100,7 @@ class Shape:
         }  # fmt: skip
 
     def config(self, **more: object) -> LlavaConfig:
-        """transformers' configuration of a LLaVA, LLaVA-1.5's in all but the sizes."""
+        """Return transformers' configuration of a LLaVA, LLaVA-1.5's except for the sizes."""
         text = {"model_type": "llama", "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
         return LlavaConfig(
             text_config=self.text(**text),
@@ -123,7 +123,7 @@ def _qwen2_5_vl(shape: Shape, tokenizer: PreTrainedTokenizerFast, text: dict[str
     ids |= {f"vision_{end}_token_id": tokenizer.convert_tokens_to_ids(f"<|vision_{end}|>") for end in ("start", "end")}
     width = shape.hidden // shape.heads
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [width // 8, width * 3 // 16, width * 3 // 16]}
-    every = shape.tower_layers // 4 or 1  # as published, every eighth of 32 sees the whole image
+    every = shape.tower_layers // 4 or 1  # in the published model, every eighth of 32 sees the whole image
     vision = {
         "depth": shape.tower_layers, "hidden_size": shape.tower_hidden, "intermediate_size": shape.tower_mlp,
         "num_heads": shape.tower_heads, "patch_size": 14, "out_hidden_size": shape.hidden, "window_size": 56,
@@ -143,13 +143,13 @@ def _smolvlm(shape: Shape, tokenizer: PreTrainedTokenizerFast, text: dict[str, o
         text_config={"model_type": "llama", **text},
         vision_config=vision,
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        scale_factor=3,  # 9 features of a tile, where SmolVLM2-2.2B has 81
+        scale_factor=3,  # 9 features per tile; SmolVLM2-2.2B has 81
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False,
     )
 
 
-# Of a family: its special tokens, what its template writes for an image, its image processor, its configuration.
+# Per family: special tokens, the template's image text, image processor, configuration.
 READY = {
     "qwen2_5_vl": (
         ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
@@ -171,12 +171,12 @@ READY = {
 
 
 def tokenizer_texts() -> list[str]:
-    """Texts to train a tokenizer on, so that every word and mark of the template becomes few tokens."""
+    """Return training texts for a tokenizer in which every word and template mark is few tokens."""
     return [f"[INST] {a} {b} [/INST] {b}" for a in WORDS for b in WORDS]
 
 
 def write_model(folder: Path, shape: Shape) -> None:
-    """A folder as published, with random weights, for both sides; a LLaVA's tokenizer is the caller's."""
+    """Write a model folder in the published layout, with random weights; the caller writes a LLaVA's tokenizer."""
     torch.manual_seed(0)
     if not shape.is_ready:
         LlavaForConditionalGeneration(shape.config()).save_pretrained(folder)
@@ -193,7 +193,7 @@ def write_model(folder: Path, shape: Shape) -> None:
 
 
 def write_hollow_model(folder: Path, shape: Shape) -> None:
-    """A LLaVA's folder in bfloat16, all zeros, which take no room on the disk: the weights are drawn on the device."""
+    """Write a LLaVA's folder in bfloat16 with zeros that take no disk space; weights are initialized on the device."""
     shape.config(dtype="bfloat16").save_pretrained(folder)
     with torch.device("meta"):
         tensors = LlavaForConditionalGeneration(shape.config()).state_dict()
@@ -210,7 +210,7 @@ def write_hollow_model(folder: Path, shape: Shape) -> None:
 
 
 def write_processor(folder: Path, shape: Shape) -> None:
-    """Write CLIP's settings of the image processor."""
+    """Write the settings of CLIP's image processor."""
     size = shape.image_size
     CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": size, "width": size}).save_pretrained(
         folder
@@ -230,10 +230,10 @@ def _tokenizer(tokens: list[str], size: int) -> PreTrainedTokenizerFast:
 
 
 def write_samples(folder: Path, shape: Shape, mix: LengthMix, *, captions: bool = False) -> None:
-    """data.json and images/: records of about the given lengths, scaled like the features of an image.
+    """Write data.json and images/: records of about the given lengths, scaled like an image's features.
 
-    captions: for the plain template, the caption alone; else questions and answers for mistral_instruct, which has no
-    system message: at these lengths it would be half of a sample.
+    captions: only the caption, for the plain template; else questions and answers for mistral_instruct. It has no
+    system message: at these lengths, one would be half of a sample.
     """
     rng = np.random.default_rng(0)
     (folder / "images").mkdir(parents=True, exist_ok=True)
@@ -249,11 +249,11 @@ def write_samples(folder: Path, shape: Shape, mix: LengthMix, *, captions: bool 
 
 
 def records_of(mix: LengthMix, scale: float, marks: int | None) -> list[dict[str, object]]:
-    """Records of the mix's lengths, scaled. marks: tokens of the template around a question; None for captions."""
+    """Return records with the mix's lengths, scaled. marks: template tokens around a question; None for captions."""
     records, words = [], random.Random(0)
     text = mix.tokens - mix.images * IMAGE_TOKENS
     for index, (written, targets, has_image) in enumerate(zip(text, mix.targets, mix.images)):
-        answer = max(1, round(targets * scale) - 1)  # the end marker is one
+        answer = max(1, round(targets * scale) - 1)  # the end token is one of them
         human = "" if marks is None else _words(words, max(1, round((written - targets) * scale) - marks))
         record: dict[str, object] = {"id": f"s{index}"}
         if has_image:

@@ -1,4 +1,4 @@
-"""Costs of preparing data: encoding, and packing."""
+"""Measure the costs of data preparation: encoding and packing."""
 
 import collections
 import itertools
@@ -32,7 +32,7 @@ WORDS = (
 
 
 def write_records(folder: Path, number: int) -> Path:
-    """Write LLaVA records, the same ones every time: one to three turns, some 600 characters each."""
+    """Write LLaVA records, always the same: one to three turns, about 600 characters each."""
     rng, words = random.Random(0), WORDS.split()
     with (folder / "data.jsonl").open("w") as file:
         for i in range(number):
@@ -46,9 +46,9 @@ def write_records(folder: Path, number: int) -> Path:
 
 
 def preflight(num_records: int = 100_000, workers: int = 1, tokenizer: str = "", stream: bool = False) -> None:
-    """Encoding of text records: records a second and process, of the first run and of the second.
+    """Encoding of text records: records per second and process, in a first and a second run.
 
-    --stream: seconds until the records are counted, the first step of 128 samples is encoded, and all are.
+    --stream: seconds until the records are counted, the first step of 128 samples is encoded, and all are encoded.
     """
     with tempfile.TemporaryDirectory() as name:
         data = write_records(Path(name), num_records)
@@ -77,14 +77,14 @@ def preflight(num_records: int = 100_000, workers: int = 1, tokenizer: str = "",
             encoded = open_encoded(*given)
             seconds, started = time.perf_counter() - started, time.perf_counter()
             rate = len(encoded) / seconds / workers
-            print(f"{run} run: {seconds:.2f} s, {rate:,.0f} records a second and process ({workers})")
+            print(f"{run} run: {seconds:.2f} s, {rate:,.0f} records per second and process ({workers})")
         print(*encoded.summary(), sep="\n")
 
 
 def fill_and_balance(
     steps: list[list[int]], lengths: list[int], dp: int, max_tokens: int, pair_cost: float
 ) -> tuple[float, float, float]:
-    """fill, its least upper bound by arithmetic, and balance of some steps."""
+    """Return fill, its arithmetic upper bound, and balance of some steps."""
     tokens = packed = needed = work = slowest = 0
     for samples in steps:
         own = [lengths[i] for i in samples]
@@ -105,11 +105,11 @@ def packing(
     num_steps: int = 100,
     plain: bool = False,
 ) -> None:
-    """Fill and balance of packs, and the cost of planning, on the length mix of LLaVA-1.5's stage 2 in random order.
+    """Fill and balance of packs, and the cost of planning, on LLaVA-1.5's stage 2 length mix in random order.
 
-    fill: tokens / (packs * bound). balance: the mean rank's work / the slowest one's, round by round, in tokens.
-    most: the fill if packs could be filled to the last token, by the sizes of the steps alone. --plain: without the
-    local search that evens packs out. --pair_cost: of a 7B model.
+    fill: tokens / (packs * bound). balance: mean rank's work / slowest rank's, per round, in tokens. most: the fill if
+    packs could be filled to the last token, given the sizes of the steps. --plain: without the local search that
+    balances packs. --pair_cost: a 7B model's.
     """
     if plain:
         packs._even = lambda *_: None
@@ -119,7 +119,7 @@ def packing(
         steps = list(itertools.islice(SampleOrder(num_samples, batch_size, seed=0).steps(), num_steps))
         fill, most, balance = fill_and_balance(steps, lengths, dp, max_tokens, pair_cost)
         print(f"{batch_size:5} {dp:6} {fill:7.3f} {most:12.3f} {balance:17.4f}", flush=True)
-    print("\nbatch  ranks   order, us a sample   planning, us a sample   (processor time, all samples)")
+    print("\nbatch  ranks   order, us/sample    planning, us/sample     (processor time, all samples)")
     for batch_size, dp in itertools.product((128, 1024), (1, 8)):
         order, times = SampleOrder(num_samples, batch_size, seed=0), [time.process_time()]
         layout = Packing(dp, batch_size // dp, 1, max_tokens, pair_cost=pair_cost)

@@ -1,4 +1,4 @@
-"""Planning of optimizer steps at hundreds of ranks, on one machine and without a model."""
+"""Measure the planning of optimizer steps for hundreds of ranks, on one machine and without a model."""
 
 import contextlib
 import math
@@ -18,8 +18,8 @@ from llava_ds.data.sample_order import SampleOrder
 from llava_ds.data.step_plan import Packing, StepPlan, largest_share
 from llava_ds.runtime.main_thread import older_objects_passed_over
 
-STEPS = 20  # whose layout is timed
-MIXED = 1 << 20  # lengths drawn, and repeated in another order for larger data
+STEPS = 20  # steps whose layout is timed
+MIXED = 1 << 20  # lengths drawn; larger data repeats them in another order
 
 Row = dict[str, float]
 
@@ -31,17 +31,17 @@ def planning(
     tokens: int = 8192,
     order: str = "modality",
 ) -> None:
-    """The index of a data set, the order of an epoch and the layout of steps, of LLaVA-1.5's mix of lengths.
+    """Index of a data set, order of an epoch and layout of steps, for LLaVA-1.5's length mix.
 
-    Ranks of one machine open the index in turn; the first one makes the order, the others map it. --tokens 0: by count.
-    private: memory that is not of a file.
+    The ranks of a machine open the index in turn; the first one computes the order, the others map it. --tokens 0: pack
+    by count. private: memory not backed by a file.
     """
     rows = [measure_planning(each, ranks, per_rank, tokens, order) for each in samples]
     show(f"Planning, on each of {ranks} ranks of {per_rank} samples, {order}", rows)
 
 
 def show(title: str, rows: list[Row]) -> None:
-    """Print a table, and the exponent of each column's growth from the first row to the last."""
+    """Print a table, and the growth exponent of each column from the first row to the last."""
     names = list(rows[0])
     print(f"\n{title}\n\n| {' | '.join(names)} |\n|{' --- |' * len(names)}")
     for row in rows:
@@ -53,7 +53,7 @@ def show(title: str, rows: list[Row]) -> None:
 
 
 def in_a_process(act: Callable[..., object], *args: object) -> object:
-    """The value of a function in a process of its own, whose memory holds nothing that another one read or made."""
+    """Call a function in a fresh process, which holds no memory of earlier measurements, and return its value."""
     context = get_context("fork")
     answers = context.Queue()
     process = context.Process(target=lambda: answers.put(act(*args)))
@@ -64,14 +64,14 @@ def in_a_process(act: Callable[..., object], *args: object) -> object:
 
 
 def anonymous_bytes() -> int:
-    """The memory of this process that is not of a file."""
+    """Return this process's memory that is not backed by a file."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 @contextlib.contextmanager
 def largest_anonymous() -> Iterator[list[int]]:
-    """The largest anonymous_bytes(), looked at every few milliseconds."""
+    """Track the largest anonymous_bytes(), sampled every few milliseconds."""
     largest, over = [anonymous_bytes()], threading.Event()
 
     def look() -> None:
@@ -88,7 +88,7 @@ def largest_anonymous() -> Iterator[list[int]]:
 
 
 def write_index(folder: Path, num_samples: int) -> Mapped:
-    """Write or map an index of synthetic samples; a sixth has no images, as in LLaVA-1.5's mix."""
+    """Write or map an index of synthetic samples; a sixth have no images, as in LLaVA-1.5's mix."""
 
     def make() -> Mapped:
         rng = np.random.default_rng(0)
@@ -101,7 +101,7 @@ def write_index(folder: Path, num_samples: int) -> Mapped:
 
 
 def plan_as_rank(folder: Path, num_samples: int, packing: Packing, how: str, heaviest: bool) -> Row:
-    """Open the index, make or map the order of an epoch, and lay out its first steps. heaviest: what rank 0 seeks."""
+    """Open the index, make or map an epoch's order, and lay out the first steps. heaviest: include rank 0's search."""
     before, began, used = anonymous_bytes(), time.perf_counter(), time.thread_time()
     arrays = {name: np.asarray(array) for name, array in write_index(folder, num_samples).arrays.items()}
     opened = time.perf_counter() - began
@@ -130,7 +130,7 @@ def plan_as_rank(folder: Path, num_samples: int, packing: Packing, how: str, hea
 
 
 def measure_planning(num_samples: int, world_size: int, per_rank: int, tokens: int, how: str) -> Row:
-    """Plan on the first rank of a machine, and on another one."""
+    """Measure planning on the first rank of a machine and on another one."""
     packing = Packing(world_size, per_rank, 1, tokens or None, pair_cost=2e-5)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, "index")

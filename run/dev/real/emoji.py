@@ -1,7 +1,7 @@
-"""Emoji of a color font as further images with names: things, animals, plants, food, buildings and vehicles.
+"""Use a color font's emoji as additional named images: things, animals, plants, food, buildings and vehicles.
 
-Unicode's name of a character, with an article, is its caption. Characters that stand for a sign, a face, a gesture or
-a page are left out, by their place in Unicode or by a word of their names.
+A character's caption is its Unicode name with an article. Signs, faces, gestures and pages are left out, by their code
+points or by a word in their names.
 """
 
 import re
@@ -12,8 +12,8 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 from real.stamps import Stamp
 
-SIZE = 109  # the only one that bitmaps of Noto Color Emoji have
-LONGEST = 4  # words of a name, without the article
+SIZE = 109  # the only bitmap size in Noto Color Emoji
+LONGEST = 4  # words in a name, without the article
 _BLOCKS = (
     (0x1F32D, 0x1F37F), (0x1F380, 0x1F3D3), (0x1F3E0, 0x1F3F0), (0x1F3F8, 0x1F3FA), (0x1F400, 0x1F43F),
     (0x1F444, 0x1F445), (0x1F451, 0x1F45F), (0x1F480, 0x1F4FF), (0x1F525, 0x1F52D), (0x1F56F, 0x1F5FF),
@@ -29,7 +29,7 @@ _SINGULAR = re.compile(r"(ss|us|is|christmas|rhinoceros|abacus)$")
 
 
 def read_emoji(font: Path, side: int) -> dict[Stamp, Image.Image]:
-    """Those that the font has: RGBA, without their empty margins, at most side pixels wide and high."""
+    """Read the font's emoji: RGBA, without empty margins, at most side pixels wide and high."""
     bitmaps = ImageFont.truetype(str(font), SIZE)
     absent = _draw("\U0010ffff", bitmaps).tobytes()
     pictures = {}
@@ -47,7 +47,7 @@ def read_emoji(font: Path, side: int) -> dict[Stamp, Image.Image]:
 
 
 def _name_of(character: str) -> str | None:
-    """With its article; None if it doesn't stand for a thing."""
+    """Return the name with its article; None if it doesn't name a thing."""
     name = _HEADS.sub(r"\1", unicodedata.name(character, "").lower())
     if not name or _NO_THING.search(name) or len(name.split()) > LONGEST:
         return None

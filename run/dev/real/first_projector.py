@@ -1,9 +1,9 @@
-# N images, P patches, S squares of an image, C tower width, D language-model width
-"""A projector for stage 1 to start from: ridge regression from images to the embeddings of their names' words.
+# N images, P patches, S squares per image, C tower width, D language-model width
+"""Fit an initial projector for stage 1: ridge regression from images to the embeddings of the words in their names.
 
-It is the recipes' mlp1x_gelu_avg4, a linear layer behind the mean of each 4 x 4 patches of their layer.
+It is the recipes' mlp1x_gelu_avg4: a linear layer on the mean of each 4 x 4 patches of their layer.
 
-Stage 1 alone needs far more images than there are here before a frozen language model names what they show.
+Without it, stage 1 needs far more images than these until a frozen language model names their objects.
 """
 
 import math
@@ -15,14 +15,14 @@ from PIL import Image
 from real.onnx_tower import PROCESSOR
 from transformers import AutoModelForCausalLM, AutoTokenizer, Dinov2Model
 
-SQUARE = 4  # patches along one
+SQUARE = 4  # patches along a side
 LAYER = -2
-RIDGE = 300.0  # for features of deviation 1, per square
+RIDGE = 300.0  # for features with standard deviation 1, per square
 BATCH = 32
 
 
 def write_projector(tower: Path, language_model: Path, named: list[tuple[Path, str]], file: Path) -> None:
-    """Fit it to images and their names, and write it as LLaVA's mm_projector.bin."""
+    """Fit the projector to images and their names, and write it as LLaVA's mm_projector.bin."""
     squares = _features(tower, [image for image, _ in named])  # (N, S, C)
     words = _embeddings(language_model, [name for _, name in named])  # (N, D)
     inputs, targets = squares.flatten(0, 1), words.repeat_interleave(squares.shape[1], 0)
@@ -30,7 +30,7 @@ def write_projector(tower: Path, language_model: Path, named: list[tuple[Path, s
     inputs, targets = (inputs - mean) / deviation, targets - middle
     penalty = RIDGE * squares.shape[1] * torch.eye(inputs.shape[1])
     weight = torch.linalg.solve(inputs.T @ inputs + penalty, inputs.T @ targets)  # (C, D)
-    # Ridge shrinks what it predicts: let it vary as much as the embeddings do.
+    # Ridge shrinks its predictions: scale them to the variance of the embeddings.
     weight *= targets.std(0).mean() / (inputs @ weight).std(0).mean()
     weight = (weight / deviation[:, None]).T.contiguous()
     bias = middle - weight @ mean
@@ -39,7 +39,7 @@ def write_projector(tower: Path, language_model: Path, named: list[tuple[Path, s
 
 @torch.inference_mode()
 def _features(folder: Path, images: list[Path]) -> torch.Tensor:
-    """The mean of each square of patches, (N, S, C)."""
+    """Return the mean of each square of patches, (N, S, C)."""
     tower = Dinov2Model.from_pretrained(folder).eval()
     mean, deviation = (torch.tensor(PROCESSOR[key]) for key in ("image_mean", "image_std"))
     found = []
@@ -55,7 +55,7 @@ def _features(folder: Path, images: list[Path]) -> torch.Tensor:
 
 @torch.inference_mode()
 def _embeddings(folder: Path, names: list[str]) -> torch.Tensor:
-    """The mean of the embeddings of a name's words without its article, (N, D)."""
+    """Return the mean embedding of a name's words without the article, (N, D)."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     table = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).get_input_embeddings().weight
     words = [f" {name.partition(' ')[2]}" for name in names]

@@ -1,4 +1,4 @@
-"""A language model from a GGUF file as a folder for transformers, in fp32."""
+"""Convert a language model from a GGUF file to a folder for transformers, in fp32."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
-    """Write the dequantized model and its tokenizer, chat template included."""
+    """Write the dequantized model and its tokenizer, including the chat template."""
     quantized = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     config = quantized.config
-    del config.quantization_config  # a model that names one can't be saved
+    del config.quantization_config  # a model with one can't be saved
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(quantized.state_dict())
     model.save_pretrained(folder)

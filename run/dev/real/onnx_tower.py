@@ -1,8 +1,7 @@
-"""A DINOv2 from an ONNX file as a folder for transformers.
+"""Convert a DINOv2 from an ONNX file to a folder for transformers.
 
-torch's exporter keeps the names of most parameters. Of linear layers it transposes the weights and names them by a
-number: the node that multiplies by one tells which it is. Position embeddings come in two parts: the class token's
-and the patches'.
+torch's exporter keeps the names of most parameters. It transposes linear weights and numbers them: the name of the node
+that multiplies by a weight identifies it. Position embeddings have two parts: the class token's and the patches'.
 """
 
 import json
@@ -16,7 +15,7 @@ from google.protobuf.message import Message
 from safetensors.torch import save_file
 from transformers import Dinov2Config, Dinov2Model
 
-# The fields of ONNX's messages that are read: name, number, type (protobuf's number, or a message's name), repeated.
+# ONNX message fields to read: name, number, type (protobuf's number, or a message's name), repeated.
 _INT64, _STRING, _BYTES = 3, 9, 12
 _MESSAGES = {
     "TensorProto": (("dims", 1, _INT64, True), ("data_type", 2, _INT64, False), ("name", 8, _STRING, False),
@@ -35,7 +34,7 @@ PROCESSOR = {
 
 
 def onnx_message() -> Message:
-    """An empty ModelProto that knows the fields above."""
+    """Return an empty ModelProto with the fields above."""
     file = descriptor_pb2.FileDescriptorProto(name="onnx_parts.proto", package="onnx_parts", syntax="proto2")
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
@@ -51,7 +50,7 @@ def onnx_message() -> Message:
 
 
 def read_weights(file: Path) -> dict[str, torch.Tensor]:
-    """The backbone's tensors, by the names of transformers' DINOv2 on disk. Raises ValueError without positions."""
+    """Read the backbone's tensors by transformers' on-disk DINOv2 names. Raises ValueError without positions."""
     model = onnx_message()
     model.ParseFromString(file.read_bytes())
     tensors = {each.name: _to_tensor(each) for each in model.graph.initializer if each.data_type == _FLOAT}
@@ -74,7 +73,7 @@ def _to_tensor(stored: Message) -> torch.Tensor:
 
 
 def convert_dinov2(file: Path, folder: Path, size: int) -> None:
-    """Write the tower, and an image processor that makes squares of size pixels."""
+    """Write the tower, and an image processor for squares of size pixels."""
     weights = read_weights(file)
     patches = weights["embeddings.patch_embeddings.projection.weight"]
     layers = 1 + max(int(name.split(".")[2]) for name in weights if name.startswith("encoder.layer."))
@@ -89,7 +88,7 @@ def convert_dinov2(file: Path, folder: Path, size: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | {"size": {"height": size, "width": size}}))
-    weights.setdefault("embeddings.mask_token", torch.zeros(1, config.hidden_size))  # of pretraining, and never read
+    weights.setdefault("embeddings.mask_token", torch.zeros(1, config.hidden_size))  # used only in pretraining
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     _, loaded = Dinov2Model.from_pretrained(folder, output_loading_info=True)
     if problems := {kind: names for kind, names in loaded.items() if names}:

@@ -1,7 +1,7 @@
-"""Tux Paint's stamps: their pictures, their names, and which of them are held out.
+"""Tux Paint's stamps: their images, names, and held-out share.
 
-A stamp is a drawing or a photograph on no background, and a text file in many languages whose first line says in
-English what it shows. Its name is the noun phrase at the start of that line.
+A stamp is a drawing or a photograph without background, with a text file in many languages. The file's first line
+describes it in English; the name is the noun phrase at the start of that line.
 """
 
 import hashlib
@@ -15,9 +15,9 @@ import numpy as np
 from PIL import Image
 
 ARTICLES = {"a", "an", "the", "some", "two", "three"}
-LONGEST = 6  # words of a name
-LEFT_OUT = "symbols"  # letters, digits, notes, coins and chessmen: what they show is a text or a rule
-# Words by which pictures of one object differ: colours, sides, sizes.
+LONGEST = 6  # words in a name
+LEFT_OUT = "symbols"  # letters, digits, notes, coins and chessmen show a text or a rule
+# Words that distinguish images of one object: colours, sides, sizes.
 _VARIETY = """
     red orange yellow green blue purple pink black white brown grey gray gold golden silver light dark
     small large big little tiny left right front back side open opened closed old new young baby male female
@@ -30,7 +30,7 @@ _CUT = re.compile(rf"[.!?:;,—]|\s[–-]\s|\s(?:{'|'.join(_VERBS.split())})\b")
 
 @dataclass(frozen=True)
 class Stamp:
-    """id: its file below the stamps' folder, without the ending; name: with its article, in lower case at the start."""
+    """A stamp. id: its file relative to the stamps' folder, without suffix; name: with a lower-case article."""
 
     id: str
     picture: Path
@@ -43,7 +43,7 @@ class Stamp:
 
 
 def read_stamps(folder: Path) -> list[Stamp]:
-    """All stamps that have a picture and a name."""
+    """Read all stamps that have an image and a name."""
     stamps = []
     for text in sorted(folder.rglob("*.txt")):
         where = text.relative_to(folder)
@@ -55,7 +55,7 @@ def read_stamps(folder: Path) -> list[Stamp]:
 
 
 def name_of(line: str) -> str | None:
-    """The noun phrase with an article that a line begins with, None if it begins otherwise or with a long one."""
+    """Return the noun phrase with an article at the start of a line; None if there is none or it is too long."""
     phrase = _CUT.split(re.sub(r"\s*\([^)]*\)", "", line))[0]
     words = re.sub(r"[“”\"‘]", "", phrase).split()
     if len(words) < 2 or len(words) > LONGEST or words[0].lower() not in ARTICLES:
@@ -64,10 +64,10 @@ def name_of(line: str) -> str | None:
 
 
 def split(stamps: list[Stamp], held_out: float) -> tuple[list[Stamp], list[Stamp]]:
-    """The stamps for training, and the share of the objects that is held out.
+    """Split stamps into training and held-out ones, by object.
 
-    Stamps of one object are on one side: those whose names, or whose files' names, differ by colours, sides, sizes and
-    numbers alone. A hash of the object's first file name decides, so that a folder or another stamp changes nothing.
+    Stamps of one object stay together: their names or file names differ only in colours, sides, sizes and numbers. The
+    hash of the object's first file name decides, so a different folder or another stamp doesn't change the split.
     """
     groups: list[tuple[set[str], list[Stamp]]] = []
     for stamp in stamps:
@@ -84,7 +84,7 @@ def split(stamps: list[Stamp], held_out: float) -> tuple[list[Stamp], list[Stamp
 
 
 def without_objects_of(stamps: list[Stamp], heldout: list[Stamp]) -> list[Stamp]:
-    """Those of the stamps whose name has not all words of a held-out object, plurals in -s alike."""
+    """Drop stamps whose names contain all words of a held-out object, ignoring plural -s."""
     texts = chain(*((stamp.name, stamp.id.rpartition("/")[2]) for stamp in heldout))
     objects = {_singular(_object_of(text)) for text in texts} - {frozenset()}
     return [stamp for stamp in stamps if not any(each <= _singular(_object_of(stamp.name)) for each in objects)]
@@ -95,15 +95,15 @@ def _singular(words: str) -> frozenset[str]:
 
 
 def _object_of(text: str) -> str:
-    """The words that say which object it is; an orange stays one."""
+    """Return the words that identify the object; an orange stays one."""
     words = [word for word in re.findall(r"[a-z]+", text.lower()) if len(word) > 1]
     return " ".join(sorted({word for word in words if word not in VARIETY} or words[-1:]))
 
 
 def read_picture(file: Path, side: int) -> Image.Image:
-    """RGBA, without its empty margin, at most side pixels wide and high."""
+    """Read as RGBA, without empty margins, at most side pixels wide and high."""
     if file.suffix == ".svg":
-        import resvg_py  # of make real alone
+        import resvg_py  # only needed by make real
 
         image = Image.open(io.BytesIO(bytes(resvg_py.svg_to_bytes(svg_path=str(file), width=2 * side))))
     else:
@@ -115,7 +115,7 @@ def read_picture(file: Path, side: int) -> Image.Image:
 
 
 def draw(picture: Image.Image, side: int, rng: np.random.Generator | None = None) -> Image.Image:
-    """A square, RGB: the picture in the middle of a white ground; with rng varied in every way that leaves its name."""
+    """Return a square RGB image with the stamp centred on white; with rng, varied without affecting its name."""
     scale, ground = 0.94, (255, 255, 255)
     if rng is not None:
         if rng.random() < 0.5:

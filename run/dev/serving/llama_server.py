@@ -1,7 +1,7 @@
-"""llama.cpp's own server, of the package xllamacpp, until it is interrupted: llama_server.py FOLDER PORT [exact]
+"""Run llama.cpp's server from the package xllamacpp until it is interrupted: llama_server.py FOLDER PORT [exact]
 
-FOLDER is one of run/export.py --format gguf. It needs nothing of llava_ds. With exact, keys and values are float32,
-where llama.cpp's default is float16, and flash attention, which rounds too, is off.
+FOLDER comes from run/export.py --format gguf. The script doesn't need llava_ds. With exact, keys and values are float32
+instead of llama.cpp's default float16, and flash attention is off because it also rounds.
 """
 
 import signal
@@ -14,7 +14,7 @@ def main(folder: str, port: str, rounding: str = "default") -> None:
     params = xllamacpp.CommonParams()
     params.model.path, params.mmproj.path = f"{folder}/model.gguf", f"{folder}/mmproj.gguf"
     params.hostnames, params.port = ["127.0.0.1"], int(port)
-    params.use_jinja = True  # as llama-server does: the file's chat template
+    params.use_jinja = True  # like llama-server: use the file's chat template
     params.n_parallel, params.n_ctx, params.warmup = 1, 2048, False
     if rounding == "exact":
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32

@@ -1,6 +1,6 @@
-# torchvision as pip has it (0.28) is built for CUDA, and beside a torch for the CPU it can't load its operators. Then
-# "import torchvision" fails for two that it wants to describe. Nobody calls them: processors only import its names.
-# With a torchvision for the CPU this does nothing.
+# pip's torchvision (0.28) is built for CUDA and can't load its operators with a CPU build of torch. "import
+# torchvision" then fails while describing two of them. Nothing calls them: processors only import torchvision's names.
+# With a CPU build of torchvision this does nothing.
 if not _has_ops():  # noqa: F821
     _operators = torch.library.Library("torchvision", "DEF")  # noqa: F821
     for _name in ("nms", "qnms"):

@@ -1,6 +1,6 @@
-"""Trains the tiny CLIP tower: pictures of scenes against captions, contrastively. The text encoder is thrown away."""
+"""Train the tiny CLIP tower contrastively on images of scenes and captions. The text encoder is discarded."""
 
-# B pictures, C captions, W words of a caption, D embedding width
+# B images, C captions, W words of a caption, D embedding width
 
 import dataclasses
 import functools
@@ -58,8 +58,8 @@ class TextEncoder(nn.Module):
 class ContrastiveModel(nn.Module):
     """The tower and the text encoder, compared by sigmoid of a scaled cosine (SigLIP, arXiv 2303.15343).
 
-    A caption is compared with the whole picture (CLS) and with its best patch (FILIP, arXiv 2111.07783): LLaVA reads
-    patches, and the comparison by patch is learned much faster than the one by picture.
+    A caption is compared with the whole image (CLS) and with its best patch (FILIP, arXiv 2111.07783): LLaVA reads
+    patches, and the comparison by patch is learned much faster than the comparison by image.
     """
 
     def __init__(self, tower, width):
@@ -71,7 +71,7 @@ class ContrastiveModel(nn.Module):
         self.bias = nn.Parameter(torch.tensor(-5.0))
 
     def forward(self, pixel_values, captions):
-        """Return two logits (B, C), by picture and by best patch: does the caption hold for the picture?"""
+        """Return two logits (B, C), by image and by best patch: does the caption match the image?"""
         states = self.tower(pixel_values).last_hidden_state  # (B, 1 + patches, D)
         tokens = F.normalize(self.project(self.tower.post_layernorm(states)), dim=-1)
         texts = F.normalize(self.text(captions), dim=-1)
@@ -90,7 +90,7 @@ def build_clip(folder, seed, recipe=ClipRecipe()):
         num_attention_heads=recipe.num_heads,
         projection_dim=recipe.hidden_size,
         image_size=IMAGE_SIZE_PX,
-        patch_size=16,  # a place of the 3 x 3 grid is then 2 x 2 patches
+        patch_size=16,  # makes each place of the 3 x 3 grid 2 x 2 patches
     )
     model = ContrastiveModel(CLIPVisionModel(config), recipe.hidden_size)
     captions, names = all_captions()
@@ -101,10 +101,10 @@ def build_clip(folder, seed, recipe=ClipRecipe()):
 
 
 def all_captions():
-    """Return every caption of one thing: word ids (C, W), and names [(colour, shape, place)], None for what is unsaid.
+    """Return every caption of one thing: word ids (C, W), and names [(colour, shape, place)], None for omitted
+    attributes.
 
-    Captions that leave one attribute out come along; those that differ in a single attribute are each other's hard
-    negatives.
+    Includes captions without one attribute; captions that differ in a single attribute are each other's hard negatives.
     """
     colours, shapes, places = (*COLOURS, None), (*SHAPES, None), (*range(len(PLACES)), None)
     names = [n for n in itertools.product(colours, shapes, places) if n.count(None) <= 1]
@@ -117,7 +117,7 @@ def all_captions():
 
 
 def truth_table(scenes, names):
-    """Return float (B, C): 1 where some thing of the scene fits the caption."""
+    """Return float (B, C): 1 where a thing in the scene matches the caption."""
     column = {name: c for c, name in enumerate(names)}
     table = torch.zeros(len(scenes), len(names))
     for b, scene in enumerate(scenes):
@@ -129,7 +129,7 @@ def truth_table(scenes, names):
 
 
 def pictures_of(scenes):
-    """Return uint8 (B, 3, H, W), resized as CLIPImageProcessor does."""
+    """Return uint8 (B, 3, H, W), resized like CLIPImageProcessor."""
     size = (IMAGE_SIZE_PX, IMAGE_SIZE_PX)
     arrays = [np.asarray(draw_scene(scene).resize(size, Image.Resampling.BICUBIC)) for scene in scenes]
     return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
@@ -144,7 +144,7 @@ def normalise(pictures):
 def _train(model, scenes, captions, names, rng, recipe):
     layers = [p for name, p in model.tower.named_parameters() if p.ndim == 2 and ".layers." in name]
     optimizers = Optimizers(model, layers, recipe)
-    drawn = functools.cache(lambda i: pictures_of([scenes[i]])[0])  # pictures are drawn when first needed, and kept
+    drawn = functools.cache(lambda i: pictures_of([scenes[i]])[0])  # images are drawn when first needed, and kept
     bar = tqdm(range(recipe.num_steps), desc="clip")
     order = np.array([], dtype=np.int64)
     for _ in bar:
@@ -165,8 +165,8 @@ def _train(model, scenes, captions, names, rng, recipe):
 def retrieval_accuracy(model, captions, names, rng, num_scenes, num_rivals=64):
     """Return accuracies on held-out scenes.
 
-    thing: of the captions that differ from a true one in at most one attribute, it scores highest;
-    caption: of the whole captions of `num_rivals` scenes, a picture's own scores highest (mean over its things).
+    thing: share where a true caption scores highest among captions that differ in at most one attribute;
+    caption: share where an image's own caption scores highest among `num_rivals` scenes' (mean over its things).
     """
     scenes = [sample_scene(rng, heldout=True) for _ in range(num_scenes)]
     logits = torch.cat(

@@ -1,6 +1,6 @@
-"""Trains the tiny Llama and its tokenizer on texts about scenes. No picture is involved."""
+"""Train the tiny Llama and its tokenizer on texts about scenes. Uses no images."""
 
-# B documents, T tokens of the longest, K words that a position may mix, D width, V vocab
+# B documents, T tokens of the longest, K words mixed at a position, D width, V vocab
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ from llava_ds.tiny.scenes import sample_scene
 WORDS_PER_POSITION = 4
 EMBEDDING_STD = 0.3
 DOCUMENT_KINDS = ("facts", "comparisons", "chat", "plain")
-CURRICULUM = (  # (until this share of the steps, shares of DOCUMENT_KINDS); comparisons from the start delay the facts
+CURRICULUM = (  # (until this share of the steps, shares of DOCUMENT_KINDS); early comparisons delay learning the facts
     (0.27, (0.8, 0.0, 0.1, 0.1)),
     (0.43, (0.2, 0.0, 0.65, 0.15)),
     (1.0, (0.07, 0.4, 0.43, 0.1)),
@@ -58,7 +58,7 @@ class LlamaRecipe:
     plains_per_batch: int = 40
     num_corpus: int = 2000  # scenes whose texts the tokenizer learns from
     num_eval_per_kind: int = 200
-    noise: float = 0.2  # of a patchwork's positions, relative to their own size
+    noise: float = 0.2  # on a patchwork's positions, relative to their size
 
 
 def build_llama(folder, seed, recipe=LlamaRecipe()):
@@ -81,7 +81,7 @@ def build_llama(folder, seed, recipe=LlamaRecipe()):
             pad_token_id=None,
         )
     )
-    # At the usual 0.02 the words are small beside what the layers add to them, and learning starts slower.
+    # At the usual 0.02, word embeddings are small compared with the layers' outputs, and learning starts slower.
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=EMBEDDING_STD)
     _train(model, encode, rng, recipe)
     save_llama(model, tokenizer, folder)
@@ -109,12 +109,12 @@ def _train(model, encode, rng, recipe):
 
 
 def _documents(rng, recipe, progress):
-    """Return the documents of a step: of one kind and one style of description, so that their lengths are alike."""
+    """Return the documents of a step: one kind and one style of description, so that their lengths are similar."""
     style = STYLES[int(rng.choice(len(STYLES), p=(0.8, 0.1, 0.1)))]
     shares = next(shares for until, shares in CURRICULUM if progress < until)
     kind = str(rng.choice(DOCUMENT_KINDS, p=shares))
     if kind == "chat":
-        with_system = rng.random() < 0.25  # the same words each time: costly to compute, soon learned
+        with_system = rng.random() < 0.25  # always the same words: costly to compute, quickly learned
         scenes = [sample_scene(rng) for _ in range(recipe.chats_per_batch)]
         return [chat_document(scene, rng, style, recipe.turns_per_chat, with_system) for scene in scenes]
     if kind == "plain":
@@ -140,13 +140,13 @@ def _loss(model, batch, rng, noise):
 
 
 def embed(model, batch):
-    """Return (B, T, D): per position the weighted sum of its words' embeddings."""
+    """Return (B, T, D): per position, the weighted sum of its words' embeddings."""
     words = model.get_input_embeddings()(batch["ids"])  # (B, T, K, D)
     return (words * batch["mix"].unsqueeze(-1)).sum(-2)
 
 
 class Encoder:
-    """Turns spans into arrays; remembers the ids of pieces of text that it has seen."""
+    """Converts spans to arrays; caches the ids of pieces of text."""
 
     def __init__(self, tokenizer):
         self.text = functools.cache(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
@@ -211,7 +211,7 @@ def accuracy_by_kind(model, encode, rng, num_per_kind, style="patchwork"):
 
 
 def _corpus(rng, num_documents):
-    """Yield texts that hold every word of the scenes' language."""
+    """Yield texts that contain every word of the scenes' language."""
     for _ in range(num_documents):
         scene = sample_scene(rng)
         spans = chat_document(scene, rng, "listing", num_turns=6, with_system=True)

@@ -1,7 +1,7 @@
-"""Muon (Jordan et al., 2024): momentum whose matrix is made orthogonal.
+"""Muon (Jordan et al., 2024): momentum with orthogonalised matrices.
 
-torch.optim.Muon (2.13) iterates in bfloat16, matrix by matrix: on a CPU without bfloat16 units a step of it took longer
-than forward and backward together. This one works in float32, over stacks of equal shapes.
+torch.optim.Muon (2.13) iterates in bfloat16, matrix by matrix: on a CPU without bfloat16 units its step took longer
+than forward and backward together. This one uses float32, over stacks of equal shapes.
 """
 
 import math
@@ -52,10 +52,10 @@ def _orthogonal(stack):
 
 
 class Optimizers:
-    """Muon for the matrices of the layers, AdamW for everything else, each with warm_up_then_cosine."""
+    """Muon for the layers' matrices, AdamW for everything else, each with warm_up_then_cosine."""
 
     def __init__(self, model, layers, recipe):
-        """layers: the matrices that Muon updates, of the model's parameters."""
+        """layers: the model's matrices that Muon updates."""
         in_layers = {id(p) for p in layers}
         others = [p for p in model.parameters() if id(p) not in in_layers]
         self.optimizers = [
@@ -66,7 +66,7 @@ class Optimizers:
         self.parameters = list(model.parameters())
 
     def step(self, loss, max_norm=math.inf):
-        """Backward and one update."""
+        """Run backward and one update."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss.backward()

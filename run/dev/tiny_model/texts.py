@@ -1,9 +1,9 @@
-"""The documents that the tiny Llama is trained on: scenes described in words, captions and questions about them.
+"""Training documents of the tiny Llama: scenes described in words, with captions and questions about them.
 
-A document is a list of spans, each one piece of text that is tokenized by itself, as LLaVA tokenizes the pieces around
-a picture. In place of the picture stands a description: sentences, a listing, or a *patchwork*, one position per
-cell of a 6 x 6 grid in reading order, each holding a few weighted words. A patchwork is what a projector can write
-into the positions of a picture, in the language model's own words; no picture is involved in it.
+A document is a list of spans. Each is a piece of text that is tokenized separately, like LLaVA tokenizes the pieces
+around an image. A description replaces the image: sentences, a listing, or a *patchwork*, one position per cell of a
+6 x 6 grid in reading order, each holding a few weighted words. A patchwork is what a projector can write to an
+image's positions, in the language model's own words; it uses no image.
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ from llava_ds.tiny.questions import (
 )
 from llava_ds.tiny.scenes import PLACES
 
-PATCHWORK_SIDE = 6  # two positions per cell of the 3 x 3 grid of places, both ways
-KIND_SHARES = (0.14, 0.2, 0.12, 0.12, 0.14, 0.28)  # of KINDS in a conversation: relations are learned last
+PATCHWORK_SIDE = 6  # two positions per cell of the 3 x 3 grid of places, in both directions
+KIND_SHARES = (0.14, 0.2, 0.12, 0.12, 0.14, 0.28)  # shares of KINDS in a conversation: relations are learned last
 STYLES = ("patchwork", "sentences", "listing")
 NOTHING = ("nothing", "empty", "ground")
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A piece of text and the weight of its tokens in the loss; or, with words, a patchwork (and no text)."""
+    """A piece of text and the weight of its tokens in the loss; or, with words, a patchwork without text."""
 
     text: str = ""
     weight: float = 0.0
@@ -43,8 +43,8 @@ def plain_document(scene, rng, style):
 def quiz_document(scene, rng, style, comparisons):
     """Return the spans of a description and of a list of the shortest possible questions about it.
 
-    The same look-ups, or comparisons of places, as in a conversation, at a third of the tokens: learned here first, and
-    used there.
+    They have the look-ups and place comparisons of a conversation at a third of the tokens: the model learns them here
+    first.
     """
     items = list((_comparisons if comparisons else _facts)(scene, rng).items())
     spans = describe(scene, rng, style)
@@ -55,7 +55,7 @@ def quiz_document(scene, rng, style, comparisons):
 
 
 def chat_document(scene, rng, style, num_turns, with_system):
-    """Return the spans of a conversation in LLaVA's v1 format, with a description where the picture will be."""
+    """Return the spans of a conversation in LLaVA's v1 format, with a description at the image's position."""
     spans = [Span((SYSTEM + " " if with_system else "") + "USER: ", 0.1), *describe(scene, rng, style)]
     for i, (question, answer) in enumerate(_talk(scene, rng, num_turns)):
         start = "\n" if i == 0 else "USER: "
@@ -77,7 +77,7 @@ def _facts(scene, rng):
             facts[t.colour] = f"{t.shape} {PLACES[t.place]}"
     for question in all_questions(scene, "count"):
         if question.answer == "one" and rng.random() < 0.7:
-            continue  # so many groups have one thing that the others would hardly be learned
+            continue  # most groups have one thing, so the others would hardly be learned
         facts[question.form[1]] = question.answer
     absent = [q.form[1] for q in all_questions(scene, "existence") if q.answer == "no"]
     for i in rng.permutation(len(absent))[:4]:
@@ -88,8 +88,8 @@ def _facts(scene, rng):
 def _comparisons(scene, rng):
     """Return a dict such as {red circle to blue square: left above, red circle left of blue square: yes}.
 
-    Asked in words where one thing (or place) lies from another, the model begins to compare places in under two hundred
-    steps; bare yes and no had not taught it that in four hundred.
+    Answers in words for the position of one thing relative to another taught the model to compare places in under two
+    hundred steps; plain yes and no had not in four hundred.
     """
     named = {q.form[1]: PLACES.index(q.answer) for q in all_questions(scene, "position")}
     pairs = [(a, b) for a in named.items() for b in named.items() if a != b]
@@ -122,7 +122,7 @@ def _talk(scene, rng, num_turns):
 
 
 def choose_by_answer(questions, rng):
-    """Return one of the questions, every answer among them equally likely: most existence questions have "no"."""
+    """Return one of the questions, with every answer equally likely: most existence questions have "no"."""
     answers = sorted({q.answer for q in questions})
     wanted = answers[int(rng.integers(len(answers)))]
     questions = [q for q in questions if q.answer == wanted]
@@ -151,9 +151,9 @@ def _listing(scene, rng):
 def _patchwork(scene, rng):
     """Return one tuple of (word, weight) per position; the manner varies per document."""
     nothing = NOTHING[int(rng.integers(len(NOTHING)))]
-    with_place = rng.random() < 0.5  # whether empty positions, too, say where they are
-    keep = (1.0, 1.0, 0.9)[int(rng.integers(3))]  # which share of a thing's four positions mention it
-    single_words = rng.random() < 0.15  # one word per position, as text has it
+    with_place = rng.random() < 0.5  # True if empty positions also name their place
+    keep = (1.0, 1.0, 0.9)[int(rng.integers(3))]  # share of a thing's four positions that mention it
+    single_words = rng.random() < 0.15  # one word per position, like text
     by_place = {t.place: t for t in scene.things}
     mentioned = set()
     for place in by_place:

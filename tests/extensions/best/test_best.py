@@ -103,7 +103,7 @@ def test_evaluations_of_an_earlier_start_that_measured_something_else_are_passed
 )
 def test_a_number_that_no_evaluation_has_is_refused_before_the_run(tmp_path, flags, sources, tasks, known):
     args = arguments(tmp_path, eval_fraction=0.3, eval_steps=2, **flags)
-    assert refused(args, sources, tasks).endswith(f"is no number of this run's evaluations: give one of {known}")
+    assert refused(args, sources, tasks).endswith(f"is not measured by this run: give one of {known}")
     assert not refused(args.replaced(metric_for_best_model=f"eval_{known.split(', ')[-1]}"), sources, tasks)
 
 
@@ -113,7 +113,7 @@ def test_every_number_of_pairs_can_be_the_one(tmp_path, objective):
     args = arguments(tmp_path, eval_fraction=0.3, eval_steps=2, objective=objective)
     for name in args.traits.metrics:
         assert not refused(args.replaced(metric_for_best_model=name))
-    assert "is no number of this run's evaluations" in refused(args.replaced(metric_for_best_model="rewards/all"))
+    assert "is not measured by this run" in refused(args.replaced(metric_for_best_model="rewards/all"))
 
 
 def test_only_checkpoints_that_are_there_can_be_the_best(tmp_path):
@@ -145,7 +145,7 @@ def refused(args, sources=("a",), tasks=()) -> str:
 def test_a_checkpoint_without_an_evaluation_could_not_be_the_best(tmp_path):
     evals = {"eval_fraction": 0.3, "load_best_model_at_end": True}
     args = arguments(tmp_path, **evals, save_steps=50, eval_steps=20)
-    needed = r"the 50 steps between checkpoints are no multiple of the 20 .* give --save_steps 60"
+    needed = r"the 50 steps between checkpoints are not a multiple of the 20 .* give --save_steps 60"
     assert re.search(needed, refused(args))
     by_epoch = args.replaced(save_strategy="epoch", eval_steps=30)
     assert "give --eval_strategy epoch" in refused(by_epoch)

@@ -20,7 +20,7 @@ def test_a_decay_alone_averages_nothing():
 def test_an_optimizer_on_nvme_is_refused(device):
     own, config = ["ema"], {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}}}
     if device == "nvme":
-        with pytest.raises(ConfigError, match=r"--enable_ema .* can't lie on NVMe"):
+        with pytest.raises(ConfigError, match=r"--enable_ema .* can't be offloaded to NVMe"):
             active(own).check(SimpleNamespace(config=config))
     else:
         active(own).check(SimpleNamespace(config=config))

@@ -352,7 +352,7 @@ def test_byte_level_tokenizers(qwen, tmp_path):
         ("unigram", "takes sentencepiece's BPE with bytes and byte-level BPE, this is Unigram"),
         ("pattern", "takes byte-level tokenizers that divide a text as GPT-2, Llama 3 or Qwen 2 does"),
         ("joins", "llama.cpp would read 'ab' as one token, and the tokenizer reads"),
-        ("apart", "llama.cpp can't tell apart the merges to 'abc', which stand apart"),
+        ("apart", "llama.cpp can't distinguish the separate merges to 'abc'"),
         ("bytes", "needs a token for every byte, 1 are missing"),
     ],
 )
@@ -410,7 +410,7 @@ def test_models_that_llama_cpp_does_not_have_are_refused(toy, tmp_path, monkeypa
     weights["language_model.lm_head.weight"][0, 0] = 7e4
     source = changed(toy, tmp_path / "large", lambda config: None)
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"output.weight has a weight of 70000, too large for float16: give --dtype"):
+    with pytest.raises(ConfigError, match=r"output.weight has a weight of 70000, beyond float16's range: give --dtype"):
         converted(source, tmp_path / "no", "--dtype", "float16")
     assert not (tmp_path / "no").exists()
 

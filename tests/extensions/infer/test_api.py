@@ -150,8 +150,8 @@ def test_what_is_given_is_what_is_asked(served):
         ({"messages": [user("x"), {"role": "assistant", "content": "y"}]}, "messages", "end with a question"),
         ({"messages": [{"role": "assistant", "content": "y"}, user("x")]}, "messages[0]", "before any question"),
         ({"messages": [user("x"), {"role": "system", "content": "y"}]}, "messages[1]", "only the first"),
-        ({"messages": [user(" ")]}, "messages[0]", "neither text nor an image"),
-        ({"messages": [user("a <image>")]}, "messages[0]", "stands for an image"),
+        ({"messages": [user(" ")]}, "messages[0]", "no text and no image"),
+        ({"messages": [user("a <image>")]}, "messages[0]", "a placeholder for an image"),
     ],
 )  # fmt: skip
 def test_a_refusal_names_the_field(served, change, param, message):
@@ -269,10 +269,10 @@ def test_at_the_end_everyone_is_told(tmp_path):
         until(lambda: len(list(tmp_path.iterdir())) == 3)
         answers.closing = True
         for future in waiting:
-            with pytest.raises(openai.InternalServerError, match="the server ends") as caught:
+            with pytest.raises(openai.InternalServerError, match="the server is stopping") as caught:
                 future.result()
             assert caught.value.status_code == 503
-        with pytest.raises(openai.APIError, match="the server ends"):
+        with pytest.raises(openai.APIError, match="the server is stopping"):
             list(stream)
     assert slow.begun == 1 and not answers._thread.is_alive()
 

@@ -103,7 +103,7 @@ def test_what_is_wrong_is_told_and_the_conversation_goes_on(loaded, pictures, ca
         (
             "nowhere.png",
             "broken.png",
-            "/imagine is no command: /image",
+            "/imagine is not a command: /image",
             "/save needs",
             "No closing",
             "stands for",

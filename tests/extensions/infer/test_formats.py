@@ -95,7 +95,7 @@ def test_what_is_not_there_and_what_is_not_needed_is_said(toy, tmp_path):
     (tmp_path / "torn" / "trainer.json").write_text("{}")
     for path, moved, error, message in (
         (tmp_path / "nowhere", {}, ConfigError, r"--model_path .*nowhere: there is no such folder"),
-        (tmp_path, {}, ConfigError, "holds no exported model"),
+        (tmp_path, {}, ConfigError, "contains no exported model"),
         (tmp_path / "bert", {}, ConfigError, "its model_type is 'bert', expected llava or"),
         (tmp_path / "torn", {}, DataError, "torn can't be used"),
         (toy["hf"], tower, ConfigError, "--vision_tower: .*hf brings all that it needs"),
@@ -110,7 +110,7 @@ def test_what_is_not_there_and_what_is_not_needed_is_said(toy, tmp_path):
             toy["adapter"],
             tower,
             ConfigError,
-            r"--model_path .*adapter is a LoRA adapter of .*name its folder by --model_b"
+            r"--model_path .*adapter is a LoRA adapter of .*give it by --model_b"
             if "lora" in EXTENSIONS
             else "reads folders with adapter_config.json",
         ),

@@ -154,7 +154,7 @@ def test_large_models_are_written_in_shards_that_open_as_one(built, tmp_path):
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="holds no exported model"):
+    with pytest.raises(ConfigError, match="contains no exported model"):
         load_model(tmp_path)
 
 
@@ -235,7 +235,7 @@ def changed(file: Path, **values: object) -> None:
         ("config.json", lambda file: changed(file, text_config=None), "config.json has no text_config: copy it again"),
         ("config.json", lambda file: changed(file, vision_config={"hidden_size": 8}), "not a multiple of"),
         ("config.json", lambda file: changed(file, vision_config={"hidden_size": 24}), "does not fit the model: 144"),
-        ("config.json", lambda file: changed(file, llava_ds_pictures={"a": 1}), "not what an export writes"),
+        ("config.json", lambda file: changed(file, llava_ds_pictures={"a": 1}), "in its config.json is invalid"),
         (
             "config.json",
             lambda file: changed(file, llava_ds_version="v77"),

@@ -91,12 +91,12 @@ def test_the_base_is_the_one_that_the_adapter_names_unless_a_flag_does(base, tmp
     assert args.model.model_base == base["model_name_or_path"]
     name = "model.layers.0.self_attn.q_proj.weight"
     torch.testing.assert_close(dict(model.language_model.named_parameters())[name], merged[name])
-    with pytest.raises(ConfigError, match=r"is a LoRA adapter itself: .* Go on with it by --lora_weight_path .* over"):
+    with pytest.raises(ConfigError, match=r"is itself a LoRA adapter: .* Continue it by --lora_weight_path .* over"):
         opened({**flags, "lora_enable": True})
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = "lmsys/vicuna-7b-v1.5"
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"is a LoRA adapter of lmsys/vicuna-7b-v1.5, which is no folder on"):
+    with pytest.raises(ConfigError, match=r"is a LoRA adapter of lmsys/vicuna-7b-v1.5, but that folder is not on"):
         opened(flags)
     with pytest.raises(ConfigError, match=r"--model_base .* needs an adapter, but --model_name_or_path"):
         opened({**flags, "model_name_or_path": base["model_name_or_path"], "model_base": str(tmp_path)})
@@ -200,7 +200,7 @@ for pattern in {HOSTILE!r}:
     [
         ({"(a*)*b": 4}, "alpha_pattern '(a*)*b' has too many repeats, expected names of layers"),
         ({".{999}": 4}, "alpha_pattern '.{999}' has too many repeats"),
-        ({"a" * 600: 4}, "is no name of layers: it has 600 characters"),
+        ({"a" * 600: 4}, "can't be a layer name: it has 600 characters"),
         ({"(": 4}, "missing ): "),
     ],
 )
@@ -236,5 +236,5 @@ def test_an_adapter_of_another_model_and_one_with_parts_missing_are_refused(base
         opened(flags)
     make_llavas(tmp_path / "lora", base, **{"base_model.model.model.vision_resampler.weight": torch.ones(2)})
     write_adapter(tmp_path / "lora", language_model(base))
-    with pytest.raises(DataError, match=r"holds base_model.model.model.vision_resampler.weight, which is in no part"):
+    with pytest.raises(DataError, match=r"contains base_model.model.model.vision_resampler.weight, but no part"):
         opened(flags)

@@ -96,7 +96,7 @@ def test_all_linear_layers_of_the_language_model_get_lora_by_full_name_but_the_o
 
 
 def test_a_model_without_linear_layers_is_refused():
-    with pytest.raises(ConfigError, match="has no linear layers beside its output layer"):
+    with pytest.raises(ConfigError, match="has no linear layers for LoRA except its output layer"):
         lora.linear_names(AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=8, n_head=2, n_layer=1)))
 
 
@@ -477,7 +477,7 @@ def test_a_tower_that_trained_beside_an_adapter_is_left_with_it_and_started_from
         ({}, {"lora_alpha": 1, "lora_bias": "none"}, r"--lora_alpha 8\n.*--lora_bias all"),
         ({"use_dora": True}, {}, "was trained with use_dora True, but --use_dora is False: give --use_dora True"),
         ({"rank_pattern": {"q_proj": 2}}, {}, r"rank_pattern '{\"q_proj\": 2}', but --lora_rank_pattern is None"),
-        ({"use_qalora": True}, {}, "was trained with use_qalora True, which is not supported"),
+        ({"use_qalora": True}, {}, "was trained with use_qalora True, but that is not supported"),
         ({"peft_type": "IA3"}, {}, "holds an adapter of kind IA3"),
         (None, {}, "adapter_config.json can't be read"),
     ],
@@ -502,7 +502,7 @@ def test_an_adapter_of_other_layers_or_without_weights_is_refused(base, adapter,
     with pytest.raises(DataError, match=r" 12 tensors missing, the first are language_model.model.layers.0.mlp"):
         built(base, lora_bias="all", lora_weight_path=str(folder))
     (folder / "adapter_model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"there is no adapter_model\.safetensors or adapter_model.bin in it"):
+    with pytest.raises(ConfigError, match=r"it contains no adapter_model\.safetensors or adapter_model.bin"):
         built(base, lora_bias="all", lora_weight_path=str(folder))
 
 
@@ -574,14 +574,14 @@ def test_a_weight_that_is_not_quantized_right_is_seen_at_once(base, monkeypatch,
     name = "quantize_4bit" if bits == 4 else "int8_vectorwise_quant"
     right = getattr(functional, name)
     monkeypatch.setattr(functional, name, lambda weight, *rest, **more: right(weight * 1.5, *rest, **more))
-    with pytest.raises(ConfigError, match=r"_proj\.weight was not quantized right: what the cpu computes with"):
+    with pytest.raises(ConfigError, match=r"_proj\.weight was not quantized correctly: the cpu computes with"):
         built(base, bits=bits)
 
 
 def test_weights_of_an_odd_number_are_not_packed_in_pairs():
     pytest.importorskip("bitsandbytes")
     model = nn.ModuleDict({"odd": nn.Linear(3, 3)})
-    with pytest.raises(ConfigError, match="--bits 4: odd has 3 x 3 weights, an odd number"):
+    with pytest.raises(ConfigError, match="--bits 4: odd has 3 x 3 weights, and an odd number"):
         quantize.quantize_layers(model, ["odd"], lora.own(lora_args(bits=4)), torch.float32)
 
 

@@ -100,10 +100,10 @@ def test_the_recipe_of_7b_has_the_values_of_llavas_script(lora_script):
         ("--lora_enable True --lora_alpha 0", "--lora_alpha is 0: give 1 or more"),
         ("--lora_enable True --lora_dropout 1", "--lora_dropout is 1.0: give a value from 0 to below 1"),
         ("--lora_enable True --lora_weight_path nowhere", "--lora_weight_path nowhere: no such folder"),
-        ("--lora_enable True --tune_mm_mlp_adapter True", "which --tune_mm_mlp_adapter leaves alone: choose one"),
-        ("--lora_enable True --mm_tunable_parts mm_mlp_adapter", "which --mm_tunable_parts leaves alone: choose one"),
-        ("--bits 4", "--bits 4 needs --lora_enable True: packed weights can't train themselves"),
-        ("--lora_enable True --lora_modules tower", "--lora_modules names 'tower', which is no part: give some of"),
+        ("--lora_enable True --tune_mm_mlp_adapter True", "but --tune_mm_mlp_adapter freezes it: choose one"),
+        ("--lora_enable True --mm_tunable_parts mm_mlp_adapter", "but --mm_tunable_parts freezes it: choose one"),
+        ("--bits 4", "--bits 4 needs --lora_enable True: packed weights can't be trained"),
+        ("--lora_enable True --lora_modules tower", "--lora_modules names 'tower', an unknown part: choose from"),
         (
             "--lora_enable True --lora_modules vision --unfreeze_mm_vision_tower True",
             "--unfreeze_mm_vision_tower True and --lora_modules vision both say how the tower trains: give one",
@@ -112,8 +112,8 @@ def test_the_recipe_of_7b_has_the_values_of_llavas_script(lora_script):
             "--lora_enable True --lora_rank_pattern q_proj",
             "--lora_rank_pattern q_proj: expected JSON of names with whole",
         ),
-        ('--lora_enable True --lora_alpha_pattern {"(":8}', "( is no regular expression"),
-        ("--lora_enable True --lora_target_modules (q", "--lora_target_modules (q is no regular expression"),
+        ('--lora_enable True --lora_alpha_pattern {"(":8}', "( is not a regular expression"),
+        ("--lora_enable True --lora_target_modules (q", "--lora_target_modules (q is not a regular expression"),
         (
             "--lora_enable True --lora_target_modules q.* v.*",
             "give names, or one regular expression: join several by |",
@@ -123,7 +123,7 @@ def test_the_recipe_of_7b_has_the_values_of_llavas_script(lora_script):
             "--init_lora_weights eva is unknown: give true, gaussian, olora",
         ),
         ("--lora_enable True --init_lora_weights pissa --bits 4", "with --bits 4: packed weights can't lose a part"),
-        ("--lora_enable True --init_lora_weights olora --lora_weight_path .", "both say how LoRA begins, give one of"),
+        ("--lora_enable True --init_lora_weights olora --lora_weight_path .", "both initialize LoRA, give one of"),
         ("--lora_enable True --use_dora True --bits 8", "--use_dora True can't be used with --bits 8"),
         (
             "--lora_enable True --bits 4 --lora_modules vision",
@@ -204,7 +204,7 @@ def test_all_linear_stands_alone(words):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--tune_mm_mlp True", "which --tune_mm_llm leaves alone: choose one"),
+        ("--tune_mm_mlp True", "but --tune_mm_llm freezes it: choose one"),
         ("--resize_token_embeddings True", "can't be used with --lora_enable: the adapter would open over no folder"),
     ],
 )
@@ -243,7 +243,7 @@ QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "s
         ({"stage": 2}, 8, None),
         ({"stage": 3}, 4, None),
         *(({"stage": 3, key: True}, 4, f"zero_optimization.{key} is true, which computes") for key in QUANTIZED),
-        ({"stage": 3, "offload_param": {"device": "nvme"}}, 4, "whose buffers hold one type, but --bits 4 has two"),
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, 4, "with buffers of one type, but --bits 4 has two"),
     ],
 )
 def test_settings_of_zero_that_packed_weights_do_not_go_with(zero, bits, problem):

@@ -84,7 +84,7 @@ def test_dropout_of_adapters_is_drawn_alike_in_backward():
 @pytest.mark.parametrize("family", ["opt", "mixtral", "qwen2_moe"])
 def test_layers_without_an_mlp_of_their_own_are_refused(family):
     model = AutoModelForCausalLM.from_config(toys.language_model_config(family))
-    with pytest.raises(ConfigError, match="--mlp_tile_tokens is for layers with an MLP, which those of the kind"):
+    with pytest.raises(ConfigError, match="--mlp_tile_tokens needs layers with an MLP, but the layers of"):
         tile_mlps(model, 8)
 
 

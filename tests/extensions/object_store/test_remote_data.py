@@ -102,7 +102,7 @@ def test_a_missing_object_is_a_bad_record_until_it_is_there(given, tmp_path, tok
     image.rename(tmp_path / "1.png")
     data = toys.encoded(**settings)
     [row] = data.rejections()
-    assert row["id"] == "s1" and f"{stores.url_of(image)} can't be read: there is no such object" in row["reason"]
+    assert row["id"] == "s1" and f"{stores.url_of(image)} can't be read: this object does not exist" in row["reason"]
     (tmp_path / "1.png").rename(image)
     assert toys.encoded(**settings).num_rejected == 0
 
@@ -124,7 +124,7 @@ def test_a_store_that_fails_in_training_costs_a_sample(given, tmp_path, tokenize
     assert not isinstance(data[1], BrokenSample), "the store works again"
     (Path(given["image_folder"]) / "4.png").unlink()
     configure(tmp_path / "third", 10**9, allow_http=False)
-    assert isinstance(data[4], BrokenSample) and "there is no such object" in data[4].reason
+    assert isinstance(data[4], BrokenSample) and "this object does not exist" in data[4].reason
 
 
 def test_records_that_leave_the_folder_are_refused(given):

@@ -26,7 +26,7 @@ def refusal(*flags: str) -> str:
         (["--objective", "reward", "--rpo_alpha", "1"], "--rpo_alpha belongs to --objective dpo, which is reward"),
         (["--objective", "reward"], "--objective reward needs --data_path with preferences"),
         (["--reward_loss", "tokens"], "--reward_loss belongs to --objective reward, which is sft"),
-        (["--objective", "reward", "--tune_mm_mlp_adapter", "True"], "let the language model train, too"),
+        (["--objective", "reward", "--tune_mm_mlp_adapter", "True"], "train the language model as well"),
         (["--objective", "dpo", "--simpo_gamma", "1"], "--simpo_gamma has no effect with --loss_type sigmoid"),
         (
             ["--objective", "dpo", "--loss_type", "dapo"],

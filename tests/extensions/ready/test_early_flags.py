@@ -35,7 +35,11 @@ def refusal(argv: list[str]) -> list[str]:
     ("flags", "begins", "end"),
     [
         pytest.param(
-            *("--objective ppo --num_generations 1", "--objective ppo: ", "trains on answers alone so far: give sft"),
+            *(
+                "--objective ppo --num_generations 1",
+                "--objective ppo: ",
+                "can only be trained on answers yet: give sft",
+            ),
             marks=needs_extension("rl"),
         ),
         *(

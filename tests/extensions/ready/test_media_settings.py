@@ -382,7 +382,7 @@ def test_frames_that_a_video_does_not_have_are_refused(settings, expected, model
 
 
 def test_a_size_that_no_image_can_have_is_refused():
-    with pytest.raises(DataError, match="asks for a size of at least 10,000,000 and at most 4,194,304 pixels"):
+    with pytest.raises(DataError, match="requires a size of at least 10,000,000 and at most 4,194,304 pixels"):
         cut_as_asked(AskedSize(least=10**7), (64, 48), CELL, 4096)
 
 

@@ -67,7 +67,7 @@ def test_without_a_checkpoint_it_goes_on(folder):
     rows = read_metrics(folder / "none" / "loss_spikes.jsonl")
     assert {row["rewound_to"] for row in rows} == {None} and len(rows) == 2
     assert read_metrics(folder / "none" / "metrics.jsonl")[-1]["step"] == 12
-    assert "there is no checkpoint yet to go back to" in (folder / "output.txt").read_text()
+    assert "no checkpoint to go back to yet" in (folder / "output.txt").read_text()
 
 
 def test_the_third_time_from_one_checkpoint_ends_the_run(folder):

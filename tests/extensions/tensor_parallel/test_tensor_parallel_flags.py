@@ -159,15 +159,15 @@ def test_every_reason_against_cut_matrices_is_given_at_once():
     ("raw", "said"),
     [
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "hpz_partition_size makes groups of ranks"),
-        ({"compile": {"deepcompile": True}}, "compile.deepcompile cuts matrices by rules of its own"),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile cuts matrices by its own rules"),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
-            'zero_optimization.offload_param.device is "nvme", which is not tried: write "cpu"',
+            'zero_optimization.offload_param.device is "nvme", an untested combination: write "cpu"',
         ),
         ({"optimizer": {"type": "lamb", "params": {"lr": 0.1}}}, "Lamb's updates depend on a layer's norm"),
         (
             {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
-            "Muon's updates depend on whole matrices, which no rank",
+            "Muon's updates depend on whole matrices, missing on every rank",
         ),
         ({"optimizer": {"type": "Adafactor", "params": {"lr": 0.1}}}, "Adafactor's updates depend on a matrix's rows"),
     ],
@@ -196,7 +196,7 @@ def test_families_whose_matrices_are_cut(family):
     ],
 )
 def test_families_that_are_not_cut_are_refused_by_name(family, found):
-    with pytest.raises(ConfigError, match=rf"the language model's layers have .*{found}, and what is cut is self_attn"):
+    with pytest.raises(ConfigError, match=rf"the language model's layers have .*{found}, but only self_attn"):
         check_model(arguments("--tp_size", "2"), toys.language_model_config(family))
 
 

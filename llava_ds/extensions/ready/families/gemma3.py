@@ -37,7 +37,7 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
         )
     image_token, start, end = (token_of(tokenizer, getattr(tokenizer, name, None)) for name in _TOKENS)
     if tokenizer.convert_tokens_to_ids(image_token) != config.image_token_id:
-        raise ValueError(f"config.json says image_token_id {config.image_token_id}, which is not {image_token}")
+        raise ValueError(f"config.json says image_token_id {config.image_token_id}, but that id is not {image_token}")
     return TileSpec(SquareTiling(side, image_token, start, end), patches**2, patches**2, features)
 
 

@@ -68,7 +68,7 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
         )
     image_token, start, end = (token_of(tokenizer, getattr(tokenizer, name, None)) for name in _TOKENS)
     if tokenizer.convert_tokens_to_ids(image_token) != config.image_token_id:
-        raise ValueError(f"config.json says image_token_id {config.image_token_id}, which is not {image_token}")
+        raise ValueError(f"config.json says image_token_id {config.image_token_id}, but that id is not {image_token}")
     return TileSpec(BudgetTiling(patch * merge, merge, most, image_token, start, end), merge**2, merge**2, 1)
 
 
@@ -78,7 +78,7 @@ def _videos(
     """Return the rule: a frame is an image with fewer tokens, preceded by its time."""
     vision, token = config.vision_config, written_token(tokenizer, VIDEO_TOKEN)
     if tokenizer.convert_tokens_to_ids(token) != config.video_token_id:
-        raise ValueError(f"config.json says video_token_id {config.video_token_id}, which is not {token}")
+        raise ValueError(f"config.json says video_token_id {config.video_token_id}, but that id is not {token}")
     if tokenizer.tokenize(token) != [token]:
         raise ValueError(f"its tokenizer cuts {token}: add it to the special tokens of its files")
     expect_frames(settings, images, patch_size=vision.patch_size, pooling_kernel_size=vision.pooling_kernel_size)

@@ -46,7 +46,9 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
     for token in (tiling.image_token, tiling.around):
         token_of(tokenizer, token)
     if tokenizer.convert_tokens_to_ids(tiling.image_token) != config.image_token_id:
-        raise ValueError(f"config.json says image_token_id {config.image_token_id}, which is not {tiling.image_token}")
+        raise ValueError(
+            f"config.json says image_token_id {config.image_token_id}, but that id is not {tiling.image_token}"
+        )
     return TileSpec(tiling, patches**2, patches**2, features)
 
 

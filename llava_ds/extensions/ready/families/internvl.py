@@ -42,7 +42,7 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
         raise ValueError(f"its processor_config.json says image_seq_length {said}, but a tile has {features} features")
     image_token, start, end = (token_of(tokenizer, getattr(tokenizer, name, None)) for name in _TOKENS)
     if tokenizer.convert_tokens_to_ids(image_token) != config.image_token_id:
-        raise ValueError(f"config.json says image_token_id {config.image_token_id}, which is not {image_token}")
+        raise ValueError(f"config.json says image_token_id {config.image_token_id}, but that id is not {image_token}")
     # InternVLProcessor always crops, whatever its image processor's crop_to_patches.
     least, most = setting(images, "min_patches", 1), setting(images, "max_patches", 12)
     if not 1 <= least <= most <= MAX_TILES:

@@ -105,7 +105,7 @@ def cell_tiles(
         raise ValueError(f"its image processor makes images of {least} to {most} pixels, with cells of {side} a side")
     token = token_of(tokenizer, getattr(tokenizer, "image_token", IMAGE_TOKEN))
     if tokenizer.convert_tokens_to_ids(token) != config.image_token_id:
-        raise ValueError(f"config.json says image_token_id {config.image_token_id}, which is not {token}")
+        raise ValueError(f"config.json says image_token_id {config.image_token_id}, but that id is not {token}")
     tiling = CellTiling(side, vision.spatial_merge_size, least, most, token, window, table)
     return TileSpec(tiling, patches, patches, 1, windowed_layers)
 
@@ -120,7 +120,7 @@ def videos(
     vision, stamped = config.vision_config, tiling.table is not None
     token = written_token(tokenizer, getattr(tokenizer, "video_token", None) or VIDEO_TOKEN)
     if tokenizer.convert_tokens_to_ids(token) != config.video_token_id:
-        raise ValueError(f"config.json says video_token_id {config.video_token_id}, which is not {token}")
+        raise ValueError(f"config.json says video_token_id {config.video_token_id}, but that id is not {token}")
     expect_frames(
         settings,
         images,
