@@ -27,7 +27,7 @@ BARS = {
     "feature words": 60,
     "kernel files": 39,
     "kernel lines": 5643,
-    "all lines": 69982,
+    "all lines": 69996,
 }
 
 # What one reads to understand training.
