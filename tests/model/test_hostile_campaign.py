@@ -66,7 +66,7 @@ def script(name: str):
     return module
 
 
-NAMES = ("chat", "evaluate", "export", "inspect_data", *if_there("planning", estimate=True))
+NAMES = ("chat", "export", "inspect_data", *if_there("benchmarks", evaluate=True), *if_there("planning", estimate=True))
 SCRIPTS = {name: script(name) for name in NAMES}
 
 
@@ -112,6 +112,7 @@ KINDS = {  # and the commands that open them
     "tokenizer": ("inspect_data",),
     "checkpoint": ("chat", "evaluate", "export"),  # what DeepSpeed wrote into it, with hashes that fit
 }
+KINDS = {kind: [each for each in names if each in ("train", *SCRIPTS)] for kind, names in KINDS.items()}
 
 
 def flags_of(kind: str, folder: Path, good: dict[str, Path]) -> dict[str, str]:
@@ -307,7 +308,7 @@ def run_case(seed: int, good: dict[str, Path], root: Path) -> tuple[str, str, st
         done = mutations.apply(folder / "checkpoint-1" / ENGINE) + sign(folder / "checkpoint-1")
     else:
         done = mutations.apply(folder)
-    command = rng.choice([each for each in KINDS[kind] if each in ("train", *SCRIPTS)])
+    command = rng.choice(KINDS[kind])
     version = "chat_template" if "template" in done else rng.choice((None, "v1", "chat_template"))
     what = f"seed {seed}: {command} of {kind}, --version {version}: {done}"
     with opened_files(case) as opened:
@@ -348,7 +349,7 @@ def test_hostile_folders_are_accepted_or_refused_in_one_message(good, tmp_path, 
 @pytest.mark.full
 def test_a_toy_of_every_kind_is_opened_by_every_command(good, tmp_path):
     """Without a mutation all is accepted: what the campaign refuses, it refuses for what was done."""
-    for kind in ("hf", "llava", "adapter", "lm"):
+    for kind in ("hf", "llava", *if_there("lora", adapter=True), "lm"):
         for command in KINDS[kind][:1] if kind != "hf" else KINDS[kind]:
             case = tmp_path / f"{kind}-{command}"
             folder = Path(shutil.copytree(good[kind], case / "folder"))
