@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import ready_models
 import toys
+from extension_there import needs_extension
 from known_flags import known
 from launching import TRAIN, command_line, ds_config, launch, run_many, run_script
 from PIL import Image
@@ -99,6 +100,7 @@ def asked_of(runs: Runs, folder: Path) -> str:
     return loaded.tokenizer.decode([token for token in prompt_ids(loaded, runs.prompt(0)) if token >= 0])[-40:]
 
 
+@needs_extension("benchmarks")
 def test_plain_answers_are_known_by_heart_with_the_variable_and_refused_without_it(runs, capsys):
     assert runs.score("off") == 1.0
     assert "chat template: enable_thinking = false" in capsys.readouterr().out
