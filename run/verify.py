@@ -28,7 +28,8 @@ from functools import partial
 from pathlib import Path
 
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.trainer_file import TRAINER, checkpoint_problem, read_trainer
+from llava_ds.checkpoint.commit import TRAINER
+from llava_ds.checkpoint.trainer_file import checkpoint_problem, read_trainer
 from llava_ds.runtime.ranks import print_first
 
 

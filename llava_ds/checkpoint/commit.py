@@ -27,6 +27,7 @@ from llava_ds.files.writing import Entry, damage, described, flush, flush_and_ha
 from llava_ds.runtime.ranks import Ranks, gather, local_ranks
 
 MANIFEST = "manifest.json"
+TRAINER = "trainer.json"
 HASHING_THREADS = 8
 _WRITER = re.compile(r"(?:rank_|random-|layout-)([0-9]{1,6})")  # in the name of a rank's file
 _NAME = re.compile(r"checkpoint-([0-9]{1,18})")

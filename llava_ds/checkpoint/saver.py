@@ -10,7 +10,6 @@ import torch
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.resume import ResumePlan
-from llava_ds.checkpoint.trainer_file import TRAINER, checkpoint_problem
 from llava_ds.checkpoint.training_state import random_states, rewind
 from llava_ds.config.arguments import TrainingArguments
 from llava_ds.engine.shards.checkpoint_writer import ENGINE, CheckpointWriter, save_engine
@@ -118,6 +117,8 @@ class Saver:
         return path
 
     def _whole(self) -> tuple[Path | None, list[str]]:
+        from llava_ds.checkpoint.trainer_file import checkpoint_problem
+
         problem = checkpoint_problem(self.last_good)
         if problem is None:
             return self.last_good, []
@@ -136,7 +137,7 @@ class Saver:
         writer.save_text(layout_text(self.engine), layout_file(scratch, self.ranks.rank))
         writer.save(random_states(self.ranks.device), scratch / f"random-{self.ranks.rank}.pt")
         if self.ranks.is_first:
-            writer.save_text(json.dumps({"step": step, **self.trainer}, indent=1), scratch / TRAINER)
+            writer.save_text(json.dumps({"step": step, **self.trainer}, indent=1), scratch / commit.TRAINER)
             # For the zero_to_fp32.py that DeepSpeed copies there.
             writer.save_text(ENGINE, scratch / "latest")
             for part in self.states:
@@ -156,7 +157,7 @@ class Saver:
             self.model_writer.write(scratch)
             if self.ranks.is_first:
                 trainer = {"step": step, **self.trainer, "model_only": self.model_writer.form}
-                (scratch / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
+                (scratch / commit.TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
         except OSError as error:
             place = Path(error.filename or scratch)
             problem = described(place.relative_to(scratch) if place.is_relative_to(scratch) else place, error)

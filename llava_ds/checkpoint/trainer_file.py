@@ -11,7 +11,6 @@ from llava_ds.config.arguments import declared_in
 from llava_ds.constants import DataError
 from llava_ds.files.reading import read_json
 
-TRAINER = "trainer.json"
 MODEL_ONLY = "it holds the model alone (--save_only_model), no optimizer states"
 
 _Count = Annotated[int, Field(ge=1)]
@@ -75,16 +74,16 @@ class Trainer(TypedDict):
 def read_trainer(checkpoint: Path) -> dict:
     """Read trainer.json. Raises DataError if it is missing or invalid."""
     try:
-        return read_json(checkpoint / TRAINER, Trainer)
+        return read_json(checkpoint / commit.TRAINER, Trainer)
     except FileNotFoundError as error:
-        raise DataError(f"{checkpoint / TRAINER} is missing: name a whole checkpoint (run/verify.py)") from error
+        raise DataError(f"{checkpoint / commit.TRAINER} is missing: name a whole checkpoint (run/verify.py)") from error
     except DataError as error:
-        raise DataError(f"{checkpoint / TRAINER} can't be read: {error}: name a whole checkpoint") from error
+        raise DataError(f"{checkpoint / commit.TRAINER} can't be read: {error}: name a whole checkpoint") from error
 
 
 def is_training_checkpoint(folder: Path) -> bool:
     """Return True for a checkpoint of run/train.py with the engine's state, not only the model."""
-    if not ((folder / TRAINER).is_file() or (folder / commit.MANIFEST).is_file()):
+    if not ((folder / commit.TRAINER).is_file() or (folder / commit.MANIFEST).is_file()):
         return False
     try:
         return "model_only" not in read_trainer(folder)
@@ -104,12 +103,12 @@ def checkpoint_problem(checkpoint: Path, hashed: bool = True) -> str | None:
     if problem is not None:
         return problem
     try:
-        trainer = read_json(checkpoint / TRAINER, Trainer)
+        trainer = read_json(checkpoint / commit.TRAINER, Trainer)
     except FileNotFoundError:
-        return f"{TRAINER} is missing"
+        return f"{commit.TRAINER} is missing"
     except DataError as error:
-        return f"{TRAINER} can't be read ({error})"
+        return f"{commit.TRAINER} can't be read ({error})"
     named = commit.step_in_name(checkpoint)
     if named is not None and trainer["step"] != named:
-        return f"{TRAINER} is that of step {trainer['step']}"
+        return f"{commit.TRAINER} is that of step {trainer['step']}"
     return None

@@ -15,11 +15,9 @@ def mark_checkpointed_layers(
 ) -> tuple[dict[str, nn.Module], list[str]]:
     """Mark the layers to checkpoint, according to --gradient_checkpointing and the resolved JSON.
 
-    Returns the parts with such layers by name ({} with "off"), and lines that report their number. With "auto" all
+    Returns the parts with such layers by name, and lines that report their number. With "auto" all
     layers are marked, for an extension to choose from, and no lines are returned.
     """
-    if args.training.gradient_checkpointing == "off":
-        return {}, []
     every = args.training.gradient_checkpointing_every_n_layers
     block = ds_config.get("activation_checkpointing") if switched_on(ds_config) else None
     parts, counts = {}, []

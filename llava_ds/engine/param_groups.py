@@ -4,7 +4,6 @@ from torch import nn
 
 from llava_ds.config.arguments import Arguments, TrainingArguments, trained_parts, trains_new_rows
 from llava_ds.constants import ConfigError
-from llava_ds.engine.activation_checkpointing import repeated_layers
 from llava_ds.engine.ds_config.optimizer import optimizer_name
 from llava_ds.extensions.active import active
 from llava_ds.model.llava import LlavaModel, all_models
@@ -50,6 +49,8 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
 
 
 def _leave_last_layers(part: nn.Module, count: int) -> None:
+    from llava_ds.engine.activation_checkpointing import repeated_layers
+
     part.requires_grad_(False)
     for layer in repeated_layers(part)[-count:]:
         layer.requires_grad_(True)

@@ -13,7 +13,6 @@ from llava_ds.files.writing import write_output, write_whole
 from llava_ds.tracking.blocks import Block, charts, details, heading, note, pre, render, styled, table, tiles
 from llava_ds.tracking.chart import bar_chart
 from llava_ds.tracking.curves import learning_curves, machine_curves, objective_curves
-from llava_ds.tracking.mistakes import mistakes_part
 from llava_ds.tracking.result import evaluation_part, result_card
 from llava_ds.tracking.run_files import RunFiles, read_run
 from llava_ds.tracking.series import is_number
@@ -50,10 +49,18 @@ def write_report(output_dir: Path, path: Path | None = None) -> Path:
     return path
 
 
+def _mistakes(run: RunFiles) -> list[Block]:
+    if not run.evaluations:
+        return []
+    from llava_ds.tracking.mistakes import mistakes_part
+
+    return mistakes_part(run)
+
+
 def report_page(run: RunFiles) -> str:
     """Return the page as HTML: first the result of the run, then learning, then the machine."""
     sections = {
-        "Mistakes": mistakes_part(run),
+        "Mistakes": _mistakes(run),
         "Learning": learning_curves(run),
         "Objective": objective_curves(run),
         "Evaluation": evaluation_part(run),

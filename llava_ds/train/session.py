@@ -14,10 +14,8 @@ from llava_ds.checkpoint.training_state import restore
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.loader import Window, windows
 from llava_ds.data.seen_files import write_data_files
-from llava_ds.engine.activation_checkpointing import mark_checkpointed_layers
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.ds_config.compilation import deep_compiles
-from llava_ds.engine.ds_config.native_ops import compiling_notes
 from llava_ds.engine.ds_config.optimizer import kernels_of, num_moments
 from llava_ds.engine.param_groups import choose_trainable, describe_parts, parameter_groups
 from llava_ds.engine.runner import Direct, Runner
@@ -214,11 +212,18 @@ def _build_engine(
     asked = [own.asks(model) for own in plan.own.values() if isinstance(own, Asked)]
     for part in parts:
         part.built(model)
-    checkpointed, lines = mark_checkpointed_layers(model, args, resolved.config)
+    checkpointed, lines = {}, []
+    if args.training.gradient_checkpointing != "off":
+        from llava_ds.engine.activation_checkpointing import mark_checkpointed_layers
+
+        checkpointed, lines = mark_checkpointed_layers(model, args, resolved.config)
     print_first(*lines)
     groups = parameter_groups(model, args, resolved.config.get("optimizer"))
     print_first(*describe_parts(model, groups))
-    print_first(*compiling_notes(list(kernels_of(resolved.config))))
+    if kernels := kernels_of(resolved.config):
+        from llava_ds.engine.ds_config.native_ops import compiling_notes
+
+        print_first(*compiling_notes(list(kernels)))
     num_updates = plan.steps.num_steps * math.prod(part.updates for part in parts)
     engine = start_engine(model, groups, resolved, num_updates, mesh)
     check_engine(engine, resolved, mesh)

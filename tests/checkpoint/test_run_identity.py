@@ -13,9 +13,9 @@ from extension_there import AXES, needs_extension
 from known_flags import needs
 
 from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.commit import TRAINER
 from llava_ds.checkpoint.resume import find_resume_point, saved_batch_size
 from llava_ds.checkpoint.run_identity import RunIdentity, saved_identity
-from llava_ds.checkpoint.trainer_file import TRAINER
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.model.open.folder import take_from_model

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from llava_ds.checkpoint import commit, resume
+from llava_ds.checkpoint.commit import TRAINER
 from llava_ds.checkpoint.resume import find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity
-from llava_ds.checkpoint.trainer_file import TRAINER, resume_problem
+from llava_ds.checkpoint.trainer_file import resume_problem
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.files import writing

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from llava_ds.checkpoint import commit, resume
+from llava_ds.checkpoint.commit import TRAINER
 from llava_ds.checkpoint.run_identity import RunIdentity
-from llava_ds.checkpoint.trainer_file import TRAINER
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.process_group import prepare_connections

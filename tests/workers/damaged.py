@@ -31,9 +31,9 @@ import torch
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.base_weights import weight_hashes
+from llava_ds.checkpoint.commit import TRAINER
 from llava_ds.checkpoint.resume import RUN_FILES, find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity, saved_identity
-from llava_ds.checkpoint.trainer_file import TRAINER
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.export.from_checkpoint import restore
 from llava_ds.extensions.infer.formats import open_model
