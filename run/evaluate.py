@@ -66,7 +66,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         type=given_path,
         help="write the scores to this .json file and every answer to the .jsonl file beside it",
     )
-    add("--resamples", type=number(Count), default=1000, help="of the bootstrap's intervals (default: %(default)s)")
+    add(
+        "--resamples",
+        type=number(Count),
+        default=1000,
+        help="of the bootstrap, for intervals of metrics that are no share of right answers (default: %(default)s)",
+    )
     add("--seed", type=number(Seed), default=0, help="of the bootstrap, and of --best_of (default: %(default)s)")
     add(
         "--cache_dir",
@@ -294,7 +299,7 @@ def show(
         into_card(scores, data_path, args)
     print_first(
         f"{scores['metric']} of {args.model_path} on {data_path}:",
-        f"95 % intervals, {args.resamples:,} resamples:",
+        "95 % intervals:",
         *interval_lines(scores),
         *mistake_lines(rows, scores["metric"], args.show_wrong),
         *legend(list(scored), rows, args.turns),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llava_ds.config.recipes import read_recipe, recipe_of
 from llava_ds.constants import ConfigError
+from llava_ds.runtime.output import env_rank
 
 
 def names_objective(argv: list[str]) -> bool:
@@ -23,6 +24,8 @@ def names_objective(argv: list[str]) -> bool:
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]) and env_rank() == 0:
+        print(__doc__)
     if not names_objective(sys.argv[1:]):
         sys.argv[1:1] = ["--objective", "grpo"]
-    runpy.run_path(str(Path(__file__).with_name("train.py")), run_name="__main__")
+    runpy.run_path(str(Path(__file__).with_name("train.py")), {"PROGRAM": "run/rl.py"}, "__main__")

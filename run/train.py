@@ -9,8 +9,10 @@ from functools import partial
 from llava_ds.runtime.command import begin, exit_with
 from llava_ds.train.early_flags import read_flags
 
+PROGRAM = globals().get("PROGRAM", "run/train.py")  # run/rl.py gives its own name
+
 if __name__ == "__main__":
-    begin("run/train.py", reads=read_flags)
+    begin(PROGRAM, reads=read_flags)
 
 import torch
 
@@ -61,4 +63,4 @@ def train_and_leave_group(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(partial(train_and_leave_group, sys.argv[1:]), "run/train.py", explain=partial(name_sources, sys.argv[1:]))
+    exit_with(partial(train_and_leave_group, sys.argv[1:]), PROGRAM, explain=partial(name_sources, sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -264,6 +265,10 @@ def test_the_commands_of_ones_own_data_do_what_the_page_says(tmp_path):
     done = subprocess.run(["bash", "-c", "\n".join(lines)], cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "output" / "mine" / "model.safetensors").is_file()
+    for run in ("mine", "forty"):
+        scores = json.loads((tmp_path / "output" / run / "evaluation.json").read_text())["scores"]
+        seen, blank = (right["overall"][0] / right["overall"][1] for right in scores.values())
+        assert seen > blank + 0.1, (run, scores)
 
 
 def test_what_other_trainers_call_a_flag_is_answered_with_ours(tmp_path):

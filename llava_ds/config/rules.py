@@ -243,7 +243,7 @@ def steps_and_layout(args: Arguments) -> Iterator[str]:
 def installed_trackers(args: Arguments) -> Iterator[str]:
     for name in (args.training.report_to or "").split(","):
         if name in TRACKERS and not is_installed(name):
-            yield f"--report_to {name}: {name} is not installed: pip install 'llava_ds[{name}]', or --report_to none"
+            yield f"--report_to {name}: {name} is not installed: pip install {name}, or --report_to none"
 
 
 def evaluations(args: Arguments) -> Iterator[str]:

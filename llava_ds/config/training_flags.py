@@ -187,7 +187,8 @@ class TrainingArguments:
     )
     verbose: bool = _run_free(
         False,
-        "Show all messages of DeepSpeed, transformers and Python's warnings, on every rank.",
+        "Show the details of the start (DeepSpeed JSON as filled in, lengths of samples, weights, attention kernel), "
+        "and all messages of DeepSpeed, transformers and Python's warnings, on every rank.",
         aliases=("--verbose_logging",),
     )
     save_strategy: Literal["steps", "epoch", "no"] = _checkpoints_free(

@@ -304,22 +304,35 @@ class EncodedDataset(torch.utils.data.Dataset):
 
     def summary(self) -> list[str]:
         """Lines for a person: sources, numbers of answers, images and tokens, and rejected records."""
+        return [*self.descriptions, *self.counts(), *self.token_counts(), *self.notes()]
+
+    def counts(self) -> list[str]:
+        """The line of accepted and rejected records."""
         accepted = self.num_records - self.num_rejected
         apart = f"; {accepted - len(self):,} of the accepted are eval samples" if accepted > len(self) else ""
-        lines = [
-            *self.descriptions,
-            f"{self.num_records:,} records: {accepted:,} accepted, {self.num_rejected:,} rejected{apart}",
+        cut = self.index.facts["truncated"] if len(self) else 0
+        short = f"; {cut:,} samples cut short" if cut else ""
+        return [f"{self.num_records:,} records: {accepted:,} accepted, {self.num_rejected:,} rejected{apart}{short}"]
+
+    def token_counts(self) -> list[str]:
+        """Lines of the numbers of answers, images and tokens, and of the lengths; none without samples."""
+        if not len(self):
+            return []
+        facts = self.index.facts
+        tokens, targets = facts["tokens"], facts["targets"]
+        shown = ", ".join(f"{p} % {n:,}" for p, n in zip(PERCENTILES, facts["percentiles"]))
+        answers = f"{2 * len(self):,} answers in pairs" if self.are_pairs else f"{facts['answers']:,} answers"
+        return [
+            f"{answers}, {facts['images']:,} images, {tokens:,} tokens, of which {targets:,} "
+            f"({targets / tokens:.1%}) are supervised",
+            f"lengths in tokens, shortest to longest: {shown}",
         ]
+
+    def notes(self) -> list[str]:
+        """Lines of what a person should know of the records: what is not read or learned, and what is left out."""
+        lines = []
         if len(self):
             facts = self.index.facts
-            tokens, targets, cut = facts["tokens"], facts["targets"], facts["truncated"]
-            shown = ", ".join(f"{p} % {n:,}" for p, n in zip(PERCENTILES, facts["percentiles"]))
-            answers = f"{2 * len(self):,} answers in pairs" if self.are_pairs else f"{facts['answers']:,} answers"
-            lines += [
-                f"{answers}, {facts['images']:,} images, {tokens:,} tokens, of which {targets:,} "
-                f"({targets / tokens:.1%}) are supervised" + (f"; {cut:,} samples cut short" if cut else ""),
-                f"lengths in tokens, shortest to longest: {shown}",
-            ]
             lines += [f"{number:,} records {UNMARKED_TEXTS[kind]}" for kind, number in facts["unmarked"].items()]
             if weighed := facts["weighed"]:
                 lines.append(f"{weighed:,} samples have answers whose loss counts with a weight other than 1")

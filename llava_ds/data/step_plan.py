@@ -165,6 +165,13 @@ class StepPlan:
         return self.packing.batch_size
 
     @property
+    def samples_of_most(self) -> int:
+        """Samples of most optimizer steps: fewer than the batch size where an epoch has fewer and ends a step."""
+        num_samples = len(self.dataset)
+        is_short = not self.packing.across_epochs or self.packing.ends_epochs_within_steps(num_samples)
+        return min(self.batch_size, num_samples) if is_short else self.batch_size
+
+    @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps that count as one pass over the data."""
         return steps_per_epoch(self.order, self.packing)

@@ -18,7 +18,7 @@ from llava_ds.model.open.loading import load_weights, return_freed_memory
 from llava_ds.model.open.model_plan import ModelPlan, open_part, part_weights
 from llava_ds.model.open.weights import unused_tensors
 from llava_ds.runtime.mesh import ALONE, Group, Mesh
-from llava_ds.runtime.ranks import Ranks, print_first
+from llava_ds.runtime.ranks import Ranks, print_details, print_first
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,12 @@ def _fill(
     ranks."""
     opened = open_part(name, plan)
     if opened is None:
-        print_first(plan.fresh_note(name))
+        print_details(plan.fresh_note(name))
         weights = part_weights(name, plan, args, seed)
         load_weights(part, weights, ranks, "--pretrain_mm_mlp_adapter", elsewhere=elsewhere)
     else:
         load_weights(part, opened.weights, ranks, opened.what, elsewhere=elsewhere)
-        print_first(*opened.report())
+        print_details(*opened.report())
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import io
+import logging
 import os
 import sys
 import time
@@ -11,6 +12,7 @@ import traceback
 from llava_ds.constants import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_READER_GONE, ConfigError
 from llava_ds.runtime.redact import redact
 
+DETAILS = logging.getLogger("llava_ds.details")  # above INFO: print_details prints nothing
 READER_GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader; a terminal that was closed
 
 
@@ -105,6 +107,12 @@ def print_first(*lines: str) -> None:
 
         with tqdm.external_write_mode(file=sys.stdout):  # on a line of its own, if a progress bar is shown
             print(*(printable(redact(line), keep="\n\t") for line in lines), sep="\n", flush=True)
+
+
+def print_details(*lines: str) -> None:
+    """print_first for lines that only some readers need: without --verbose, training hides them."""
+    if DETAILS.level <= logging.INFO:
+        print_first(*lines)
 
 
 def exit_for_failure() -> None:

@@ -16,9 +16,22 @@ import torch
 from tqdm import tqdm
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.runtime.output import exit_for_bad_input, exit_for_failure, print_first, printable
+from llava_ds.runtime.output import (
+    DETAILS,
+    exit_for_bad_input,
+    exit_for_failure,
+    print_details,
+    print_first,
+    printable,
+)
 
-__all__ = ["exit_for_bad_input", "exit_for_failure", "print_first", "printable"]  # from llava_ds/runtime/output.py
+__all__ = [
+    "exit_for_bad_input",
+    "exit_for_failure",
+    "print_details",
+    "print_first",
+    "printable",
+]  # from llava_ds/runtime/output.py
 
 T = TypeVar("T")
 
@@ -186,7 +199,7 @@ def _share_error(error: Exception | None, ranks: Ranks) -> None:
 
 
 def quiet_libraries(verbose: bool = False) -> None:
-    """Silence the start-up messages of DeepSpeed and transformers; errors, and DeepSpeed's warnings, remain.
+    """Silence print_details, and the start-up messages of DeepSpeed and transformers; warnings and errors remain.
 
     Rank 0 alone prints Python's warnings, because all ranks have the same. verbose: silence nothing.
     """
@@ -197,6 +210,7 @@ def quiet_libraries(verbose: bool = False) -> None:
 
     # One process per core tokenizes: more threads in each would only compete.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    DETAILS.setLevel(logging.INFO if verbose else logging.WARNING)
     if verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.INFO)
         transformers.logging.set_verbosity_info()

@@ -5,7 +5,7 @@ import time
 from llava_ds.config.arguments import Arguments
 from llava_ds.engine.non_finite import settle_skipped_steps
 from llava_ds.extensions.base import Hook, Phase, StepEnd
-from llava_ds.runtime.ranks import Ranks, print_first
+from llava_ds.runtime.ranks import Ranks, print_details
 from llava_ds.tracking.peak import peak_flops
 from llava_ds.tracking.progress import Progress, RunFacts
 from llava_ds.tracking.skipped_samples import SkippedSamples
@@ -39,7 +39,7 @@ class Log(Hook):
         super().__init__(session)
         plan, ranks = session.plan, session.ranks
         peak, line = peak_flops(ranks.device, plan.resolved.compute_dtype)
-        print_first(line)
+        print_details(line)
         steps, zero = f"{plan.steps.num_steps} steps", f"ZeRO-{plan.resolved.zero_stage}"
         title = f"{called(plan.args)}: {steps}, {zero}, {ranks.world_size} ranks"
         every, late = self.training.logging_steps, steps_behind(plan.args, ranks) > 0

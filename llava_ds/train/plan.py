@@ -1,6 +1,7 @@
 """Plan a run: read and check everything before a model is built."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,11 +42,14 @@ from llava_ds.runtime.ranks import (
     check_shared_folder,
     first_rank_first,
     on_every_rank,
+    print_details,
     print_first,
 )
 from llava_ds.tiny import default as tiny
 from llava_ds.tracking.flops import ModelFlops, model_flops
 from llava_ds.train.start import Start
+
+FEW_STEPS = 40  # with fewer a run has hardly left its warm-up
 
 
 @dataclass(frozen=True)
@@ -105,16 +109,38 @@ class Plan:
         return self.resume.point.step
 
     def describe(self) -> list[str]:
-        """Describe data, steps and DeepSpeed configuration."""
+        """Describe data and steps."""
         training, steps = self.args.training, self.steps
         epochs = steps.num_steps / steps.steps_per_epoch
         schedule = describe_schedule(training, steps.num_steps, self.resolved.config.get("scheduler"))
         return [
-            *steps.dataset.summary(),
-            f"{steps.num_steps:,} optimizer steps of {steps.batch_size} samples ({epochs:.2f} epochs), {schedule}",
-            f"DeepSpeed configuration ({training.deepspeed_config}, filled in):",
-            *self.resolved.explain(),
+            *steps.dataset.counts(),
+            *steps.dataset.notes(),
+            f"{steps.num_steps:,} optimizer steps of {steps.samples_of_most} samples ({epochs:.2f} epochs), {schedule}",
+            *self._few_steps(),
             *rate_note(self.args),
+            f"output: {training.output_dir}",
+        ]
+
+    def _few_steps(self) -> list[str]:
+        """A warning if the epochs give too few steps to learn from, as with a few dozen samples."""
+        training, steps = self.args.training, self.steps
+        if training.max_steps > 0 or steps.num_steps >= FEW_STEPS:
+            return []
+        epochs = math.ceil(FEW_STEPS / max(1, steps.steps_per_epoch))
+        return [
+            f"WARNING: {steps.num_steps} steps are too few to learn much: give --num_train_epochs {epochs} or more, or "
+            f"a --train_batch_size below {steps.batch_size}"
+        ]
+
+    def details(self) -> list[str]:
+        """Describe the sources, the lengths of the samples, and the DeepSpeed configuration."""
+        dataset = self.steps.dataset
+        return [
+            *dataset.descriptions,
+            *dataset.token_counts(),
+            f"DeepSpeed configuration ({self.args.training.deepspeed_config}, filled in):",
+            *self.resolved.explain(),
         ]
 
 
@@ -167,7 +193,10 @@ def make_plan(start: Start) -> Plan:
     args = resolved.args
     export = ExportPlan(model, args.model, images, resolved.dtype, args.data.model_max_length, form, max_shard_bytes)
     plan = Plan(args, resolved, model, images, flops, steps, evals, resume, export, own)
-    print_first(*plan.describe(), *lines)
+    if not args.training.dry_run:  # which prints them below its verdict
+        print_details(*plan.details())
+        print_first(*plan.describe())
+    print_first(*lines)
     return plan
 
 

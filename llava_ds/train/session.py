@@ -27,7 +27,7 @@ from llava_ds.model.attention import attention_report
 from llava_ds.model.heads import Head
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.mesh import Mesh
-from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_details, print_first
 from llava_ds.runtime.stopping import Stopping
 from llava_ds.runtime.watchdog import Watchdog
 from llava_ds.tracking.mending import mend_side_files
@@ -189,7 +189,7 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
     if plan.export.is_whole_model:
         from llava_ds.export.trial import try_export
 
-        print_first(broadcast_from_first(ranks, partial(try_export, plan.export, output_dir)))
+        print_details(broadcast_from_first(ranks, partial(try_export, plan.export, output_dir)))
 
 
 def _build_engine(
@@ -205,7 +205,9 @@ def _build_engine(
     model = build_model(model_plan, args.model, resolved.config, resolved.dtype, seed, ranks, mesh)
     computed = text_config, ranks.device, resolved.compute_dtype
     own = [] if plan.model.architecture is None else plan.model.architecture.layer_notes(*computed)
-    print_first(attention_report(*computed), *own, plan.model.last_layer_note())
+    say = print_details if ranks.device.type == "cpu" else print_first  # on a GPU a slow kernel should be seen
+    say(attention_report(*computed), *own)
+    print_details(plan.model.last_layer_note())
     print_first(*plan.active.kernels(model, plan.model, resolved, ranks))
     mesh.adapt(model)
     choose_trainable(model, args)

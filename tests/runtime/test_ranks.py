@@ -12,10 +12,12 @@ import transformers
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.runtime import ranks as distributed
 from llava_ds.runtime.ranks import (
+    DETAILS,
     Ranks,
     check_same,
     check_shared_folder,
     first_rank_first,
+    print_details,
     quiet_libraries,
 )
 
@@ -95,7 +97,7 @@ def test_an_error_that_one_rank_meets_ends_all(monkeypatch, failing):
     assert others == {"no such file" if failing == 0 else f"on rank {failing} ({socket.gethostname()}): no such file"}
 
 
-def test_libraries_are_quiet_unless_asked_to_speak(monkeypatch):
+def test_libraries_and_details_are_quiet_unless_asked_to_speak(monkeypatch, capsys):
     deepspeed, bars = logging.getLogger("DeepSpeed"), transformers.utils.logging.is_progress_bar_enabled()
     before = deepspeed.level, transformers.logging.get_verbosity()
     try:
@@ -107,14 +109,19 @@ def test_libraries_are_quiet_unless_asked_to_speak(monkeypatch):
                 warnings.warn("something", UserWarning, stacklevel=1)
             assert bool(said) == heard  # every rank has the same to say
         assert deepspeed.level == logging.WARNING
+        monkeypatch.setenv("RANK", "0")
+        print_details("hidden")
         assert transformers.logging.get_verbosity() == transformers.logging.ERROR
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             quiet_libraries(verbose=True)
             warnings.warn("something", UserWarning, stacklevel=1)
+        print_details("shown")
+        assert capsys.readouterr().out == "shown\n"
         assert said and deepspeed.level == logging.INFO
         assert transformers.logging.get_verbosity() == transformers.logging.INFO
     finally:
+        DETAILS.setLevel(logging.NOTSET)
         deepspeed.setLevel(before[0])
         transformers.logging.set_verbosity(before[1])
         if bars:

@@ -1,5 +1,5 @@
 # U scored units, C columns
-"""Bootstrap intervals of scores."""
+"""Confidence intervals of scores."""
 
 from dataclasses import dataclass
 
@@ -8,6 +8,7 @@ import numpy as np
 from llava_ds.extensions.benchmarks.scores import Scored
 
 OVERALL = "overall"
+NORMAL = 1.96  # standard deviations that 95 % of a normal distribution lie within
 COVERED = (2.5, 97.5)  # percentiles of the resampled scores: a 95 % interval
 
 
@@ -23,9 +24,10 @@ class Estimate:
 def estimates(scored: Scored, resamples: int, seed: int) -> dict[str, dict[str, Estimate]]:
     """Estimate each metric per question kind, and over all units as "overall", the last key. resamples: 1 or more.
 
-    Percentile bootstrap (Efron 1979) over units, deterministic for a seed.
+    A share of right answers has Wilson's interval (1927): 20 right of 20 are no certainty. Other metrics have a
+    percentile bootstrap (Efron 1979) over units, deterministic for a seed.
     """
-    result = {}
+    result, first = {}, next(iter(scored.metrics))
     for kind, chosen in units_of(scored).items():
         columns = scored.columns[chosen]
         rng = np.random.default_rng(seed)
@@ -34,9 +36,19 @@ def estimates(scored: Scored, resamples: int, seed: int) -> dict[str, dict[str, 
             means[i] = columns[rng.integers(len(columns), size=len(columns))].mean(axis=0)
         result[kind] = {}
         for name, figure in scored.metrics.items():
-            low, high = np.percentile(figure(means), COVERED)
-            result[kind][name] = Estimate(float(figure(columns.mean(axis=0))), float(low), float(high))
+            value = float(figure(columns.mean(axis=0)))
+            is_share = name == first and np.isin(columns[:, 0], (0, 1)).all()
+            low, high = wilson(value, len(columns)) if is_share else np.percentile(figure(means), COVERED)
+            result[kind][name] = Estimate(value, float(low), float(high))
     return result
+
+
+def wilson(share: float, number: int) -> tuple[float, float]:
+    """The 95 % interval of a share among a number of units (Wilson 1927)."""
+    z2 = NORMAL**2 / number
+    middle = share + z2 / 2
+    half = NORMAL * (share * (1 - share) / number + z2 / (4 * number)) ** 0.5
+    return max(0.0, (middle - half) / (1 + z2)), min(1.0, (middle + half) / (1 + z2))
 
 
 def units_of(scored: Scored) -> dict[str, np.ndarray]:

@@ -7,6 +7,7 @@ from llava_ds.extensions.benchmarks.scores import Scored
 from llava_ds.runtime.ranks import printable
 from llava_ds.tracking.result import CONDITIONS
 
+FEW_QUESTIONS = 20  # with fewer a score says little
 LONGEST_KIND = 32  # characters
 
 
@@ -42,7 +43,9 @@ def interval_lines(scores: dict) -> list[str]:
             f"{metric} {each['value']:.3f} [{each['low']:.3f}, {each['high']:.3f}]"
             for metric, each in kinds[OVERALL].items()
         )
-        lines.append(f"  {name}: {', '.join(figures)}")
+        asked = scores["scores"][name][OVERALL][1]
+        few = f" (too few questions: {asked}; bring {FEW_QUESTIONS} or more)" if asked < FEW_QUESTIONS else ""
+        lines.append(f"  {name}: {', '.join(figures)}{few}")
     return lines
 
 

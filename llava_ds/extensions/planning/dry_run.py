@@ -14,7 +14,7 @@ from llava_ds.export.trial import try_export
 from llava_ds.extensions.planning.auto import run_on_ranks
 from llava_ds.extensions.planning.fit import GB, Run, advice, description, table, verdict
 from llava_ds.runtime.mesh import Mesh
-from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_details, print_first
 from llava_ds.tracking.data_page import in_terminal
 from llava_ds.tracking.run_files import read_run
 from llava_ds.tracking.sample_text import shown_sample
@@ -28,18 +28,23 @@ STATES = {"too big": "would run out of memory", "tight": "may run out of memory"
 
 
 def show_dry_run(plan: Plan, ranks: Ranks) -> int:
-    """Print the first batch, the memory estimate and whether the run can start. Returns the exit code."""
+    """Print whether the run can start, its steps and the memory estimate. Returns the exit code.
+
+    With --verbose also the DeepSpeed JSON as filled in and the first batch.
+    """
     steps, done = plan.steps, plan.resumed_step
     planned = run_on_ranks(plan.resolved, plan.model, steps.dataset, steps.order, ranks)
-    if plan.export.is_whole_model:
-        print_first(broadcast_from_first(ranks, partial(try_export, plan.export, plan.output_dir, dry_run=True)))
+    trial = partial(try_export, plan.export, plan.output_dir, dry_run=True)
+    export = [broadcast_from_first(ranks, trial)] if plan.export.is_whole_model else []
     if ranks.is_first:
         gpu, host = memory_of_gpu(ranks), float(psutil.virtual_memory().available)
         step_s = measured_step_s(plan.output_dir, done)
-        print_first(*first_batch(steps, done, plan.model.tokenizer), *description(planned), *table(planned, gpu))
+        batch = first_batch(steps, done, plan.model.tokenizer)  # decodes its images, so that a bad one is met here
+        print_first(conclusion(planned, gpu, host, (done, steps.num_steps), steps.batch_size, step_s))
+        print_first(*description(planned), *plan.describe(), *table(planned, gpu))
+        print_details(*plan.details(), *export, *batch)
         if gpu is not None:
             print_first(advice(planned, gpu))
-        print_first(conclusion(planned, gpu, host, (done, steps.num_steps), steps.batch_size, step_s))
     return 0
 
 

@@ -4,6 +4,7 @@ import time
 
 from llava_ds.data.step_plan import steps_between
 from llava_ds.extensions.base import Extension, Hook, Measure, Phase
+from llava_ds.extensions.samples.report import plain_question
 from llava_ds.extensions.samples.sampled_answers import Decoding, answers, prompts_of
 from llava_ds.files.jsonl import RowLog, rows_of
 from llava_ds.runtime.ranks import gather, print_first
@@ -55,7 +56,8 @@ class SampleAnswers(Measure):
         print_first(f"step {step:,}: {len(rows)} sample questions are answered ({seconds:.1f} s)")
         for row in rows:
             answer, reference = (str(row[name])[:MOST_SHOWN] for name in ("answer", "reference"))
-            print_first(f"step {step:,}: {row['id']}: {answer!r}, where the data say {reference!r}")
+            question = " ".join(plain_question(row["question"]).split())[-MOST_SHOWN:]  # its end asks
+            print_first(f"step {step:,}: [{question}] {answer!r}, the data say {reference!r}")
 
 
 class Ask(Hook):

@@ -49,8 +49,7 @@ def _card(asked: list[dict], output_dir: Path) -> dict[str, object]:
     last = asked[-1]
     places = last.get("images") if isinstance(last.get("images"), list) else []
     reference = last.get("reference")
-    question = str(last.get("question", "")).replace(IMAGE_TOKEN, "").strip()  # the image is shown
-    question = re.sub(r"^USER:\s*|\s*ASSISTANT:$", "", question)  # LLaVA's speaker labels
+    question = plain_question(str(last.get("question", "")))
     *earlier, final = [_answer_line(*stretch, reference) for stretch in spread(_stretches(asked), MOST_ANSWERS)]
     return {
         "images": [shown_image(place, output_dir) for place in places],
@@ -76,3 +75,8 @@ def _stretches(asked: list[dict]) -> list[tuple[int, int, str]]:
         steps = [row["step"] for row in same]
         found.append((steps[0], steps[-1], answer))
     return found
+
+
+def plain_question(text: str) -> str:
+    """A prompt without image tokens and LLaVA's speaker labels."""
+    return re.sub(r"^USER:\s*|\s*ASSISTANT:$", "", text.replace(IMAGE_TOKEN, "").strip())

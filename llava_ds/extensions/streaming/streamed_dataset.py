@@ -129,14 +129,21 @@ class StreamedDataset(EncodedDataset):
         """Return nothing: the files are not known yet."""
         return ""
 
-    def summary(self) -> list[str]:
-        """Return lines for the user: sources and the number of records."""
+    def counts(self) -> list[str]:
+        """The line of the number of records."""
         there = len(shards.encoded_shards(self._spec.folder, self._number))
         return [
-            *self.descriptions,
             f"{self._num_records:,} records, checked and encoded during training (--stream): {there:,} "
             f"of {self.num_shards:,} shards are there",
         ]
+
+    def token_counts(self) -> list[str]:
+        """No lines: nothing is counted yet."""
+        return []
+
+    def notes(self) -> list[str]:
+        """No lines: no record is read yet."""
+        return []
 
     def without_part(self, fraction: float, seed: int) -> tuple["StreamedDataset", "StreamedDataset"]:
         """Split off a random part of the records, drawn with the seed: returns the rest, and that part."""

@@ -342,14 +342,17 @@ def test_intervals_are_those_of_a_proportion_and_of_the_seed():
     columns = np.array([[1.0]] * 300 + [[0.0]] * 100)
     scored = Scored(columns, [("a",)] * 200 + [()] * 200, exact_match([], []).metrics, columns[:, 0])
     found = estimates(scored, 2000, 0)
-    assert list(found) == ["a", "overall"] and found["a"]["accuracy"].low == found["a"]["accuracy"].high == 1
+    assert list(found) == ["a", "overall"] and found["a"]["accuracy"].high == 1
+    assert found["a"]["accuracy"].low == pytest.approx(200 / (200 + 1.96**2))  # all right: still in doubt
     overall = found["overall"]["accuracy"]
     half = 1.96 * (0.75 * 0.25 / 400) ** 0.5  # the normal approximation
     assert overall.value == 0.75
     assert overall.low == pytest.approx(0.75 - half, abs=0.006) and overall.high == pytest.approx(
         0.75 + half, abs=0.006
     )
-    assert estimates(scored, 2000, 0) == found != estimates(scored, 2000, 1)
+    assert estimates(scored, 2000, 0) == found == estimates(scored, 2000, 1)
+    parts = replace(scored, columns=columns / 2)  # no share of right answers: a bootstrap
+    assert estimates(parts, 2000, 0) == estimates(parts, 2000, 0) != estimates(parts, 2000, 1)
 
 
 def test_what_is_printed_and_written(questions):

@@ -1,5 +1,10 @@
 """Flags of reinforcement learning: those that don't go together are refused, and what the tiny recipes say of them."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from extension_there import needs_extension
 
@@ -96,3 +101,13 @@ def test_a_default_rate_that_is_too_high_is_named():
     assert line.startswith("--learning_rate 2e-05 is the default of tuning on answers") and "about 1e-06" in line
     assert rate_note(parse_arguments([*given, "--learning_rate", "2e-5"])[0]) == []
     assert rate_note(parse_arguments(NEEDED)[0]) == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"), [("--help", "Train a LLaVA model by rewards"), ("--epsilo", "run/rl.py: error:")]
+)
+def test_the_script_speaks_under_its_own_name(flag, expected):
+    script = Path(__file__).resolve().parents[3] / "run" / "rl.py"
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, str(script), flag, "1"], env=environ, capture_output=True, text=True)
+    assert (done.stdout or done.stderr).startswith(expected)
