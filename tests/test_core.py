@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 126,
-    "imported lines": 20477,
+    "imported lines": 20549,
     "files at the end": 220,
     "lines at the end": 32356,
     "feature words": 60,
     "kernel files": 39,
-    "kernel lines": 5647,
-    "all lines": 70009,
+    "kernel lines": 5687,
+    "all lines": 70126,
 }
 
 # What one reads to understand training.
