@@ -66,12 +66,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         type=given_path,
         help="write the scores to this .json file and every answer to the .jsonl file beside it",
     )
-    add(
-        "--resamples",
-        type=number(Count),
-        default=1000,
-        help="of the bootstrap, for intervals of metrics that are no share of right answers (default: %(default)s)",
-    )
+    add("--resamples", type=number(Count), default=1000, help="of bootstrap intervals (default: %(default)s)")
     add("--seed", type=number(Seed), default=0, help="of the bootstrap, and of --best_of (default: %(default)s)")
     add(
         "--cache_dir",
