@@ -27,7 +27,7 @@ BARS = {
     "feature words": 60,
     "kernel files": 39,
     "kernel lines": 5687,
-    "all lines": 70126,
+    "all lines": 70121,
 }
 
 # What one reads to understand training.
