@@ -204,7 +204,7 @@ def _evaluated(literal: str) -> object:
         [output] = jinja2.Environment().parse("{{ " + literal + " }}").body
         [expression] = output.nodes
     except (jinja2.TemplateError, RecursionError, AttributeError) as error:
-        raise ValueError(f"{literal} is no literal") from error
+        raise ValueError(f"{literal} is not a literal") from error
     return _constant(expression)
 
 
@@ -217,7 +217,7 @@ def _constant(node: nodes.Node) -> object:
         return list(map(_constant, node.items))
     if isinstance(node, nodes.Dict):
         return {_constant(pair.key): _constant(pair.value) for pair in node.items}
-    raise ValueError(f"a {type(node).__name__} is no literal")
+    raise ValueError(f"a {type(node).__name__} is not a literal")
 
 
 def _is_literal(text: str) -> bool:

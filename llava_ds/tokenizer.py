@@ -264,7 +264,7 @@ def _split_at_spaces(backend: Tokenizer) -> None:
 
 
 def _wrapped(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer, marks: dict[str, bool]) -> TokenizersBackend:
-    """Wrap the backend in transformers' generic class, which reads tokenizer.json as written. marks: our own keys for
+    """Wrap the backend in transformers' generic class (it reads tokenizer.json as written). marks: our own keys for
     tokenizer_config.json."""
     named = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     vocab = backend.get_vocab(with_added_tokens=True)

@@ -11,7 +11,7 @@ sys.path[:0] = [
     str(TESTS / "data"),
     *sorted(str(path) for path in (TESTS / "extensions").iterdir() if path.is_dir()),
 ]  # for tests in every folder
-# Toys are so small that a second thread only waits; set before torch is imported, and inherited by what tests start.
+# Toys are so small that a second thread only waits; set before torch is imported, and inherited by started processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object):
-    """In make test, tests that start ranks share one process, too: they keep their launches for each other.
+    """In make test, tests that start ranks also share one process, so that they reuse launches.
 
     That is, with --dist loadfile --no-loadscope-reorder. In make test-full they are most of what there is.
     """
@@ -59,7 +59,7 @@ def tokenizer(toy_base):
 
 @pytest.fixture
 def width_first(monkeypatch):
-    """Pillow up to 12, which always resized in width first, as LLaVA was trained."""
+    """Pillow up to 12: it always resized the width first, as in LLaVA's training."""
     from PIL import Image
 
     resize = Image.Image.resize
@@ -80,7 +80,7 @@ def launches_end():
 
 @pytest.fixture(autouse=True)
 def torchs_own_linear():
-    """zero.Init leaves DeepSpeed's linear layer in torch, which keeps other tensors: not for the next test."""
+    """zero.Init leaves DeepSpeed's linear layer in torch, and it keeps other tensors: restore it for the next test."""
     functional = sys.modules.get("torch.nn.functional")
     before = functional and functional.linear
     yield
@@ -98,7 +98,7 @@ def one_rank():
     before = dict(os.environ)
     yield init_ranks()
     deepspeed.comm.destroy_process_group()
-    # What it says of this process is not for those that later tests start.
+    # Its record of this process must not reach processes that later tests start.
     os.environ.clear()
     os.environ.update(before)
 

@@ -36,7 +36,8 @@ def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) ->
         return {}
     folders = {name: getattr(args.model, name) for name in ("model_name_or_path", "model_base")}
     towers = tower_folders(args.model.vision_tower)
-    folders |= dict(zip(("vision_tower", "vision_tower (the second)"), towers))  # their files have the same names
+    # Both towers' files have the same names.
+    folders |= dict(zip(("vision_tower", "vision_tower (the second)"), towers))
     files = {name: _files(Path(folder)) for name, folder in folders.items() if folder is not None}
     for name, folder in args.own_models.items():
         files[name] = [*_files(folder), *filter(None, [value_head_file(folder)])]
@@ -73,7 +74,7 @@ def _compare(checkpoint: Path, found: Hashes) -> None:
 
     saved: Hashes = read_trainer(checkpoint).get("weights", {})
     lines = [
-        f"  --{name}: {file} {'is gone' if file not in found[name] else 'has changed'}"
+        f"  --{name}: {file} {'is missing' if file not in found[name] else 'has changed'}"
         for name, files in saved.items()
         if name in found
         for file, digest in files.items()
@@ -81,9 +82,9 @@ def _compare(checkpoint: Path, found: Hashes) -> None:
     ]
     if lines:
         raise ConfigError(
-            f"{checkpoint} is of a run that began with other weights, and frozen weights are read there again:\n"
+            f"{checkpoint} belongs to a run that started from other weights, and a resume reads frozen weights there:\n"
             + "\n".join(lines)
-            + "\nbring the old files back (or start again: --resume never)"
+            + "\nrestore the old files, or start again with --resume never"
         )
 
 

@@ -52,7 +52,7 @@ def model_states(engine_dir: Path, mp_rank: int = 0) -> dict:
     for name in names:
         if (engine_dir / name).is_file():
             return read_states(engine_dir / name)
-    raise DataError(f"{engine_dir} holds neither {' nor '.join(names)}: is it a checkpoint of run/train.py?")
+    raise DataError(f"{engine_dir} has no {' or '.join(names)}: is it a checkpoint of run/train.py?")
 
 
 def optimizer_states(engine_dir: Path, dp_rank: int, mp_rank: int = 0) -> dict:
@@ -105,7 +105,7 @@ def saved_optimizer(layout: Layout, states: dict) -> dict:
 
 
 def saved_layouts(checkpoint: Path, world_size: int) -> Iterator[tuple[int, Layout]]:
-    """Yield the ranks, each with its layout, whose files have more than copies of earlier ranks' data."""
+    """Yield rank and layout of each rank whose files are not just copies of earlier ranks' data."""
     first = read_layout(checkpoint, 0)
     for rank in range(world_size):
         if first.kind not in REPLICATED or _place(first, rank, world_size)[0] < first.ep:
@@ -115,7 +115,7 @@ def saved_layouts(checkpoint: Path, world_size: int) -> Iterator[tuple[int, Layo
 def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[SavedPiece]:
     """Yield every saved piece that overlaps this rank's numbers. live: this rank's layout.
 
-    A piece saved by several ranks is yielded once, from the first of them.
+    A piece saved by several ranks is yielded once, from the first.
     Raises DataError for files that can't be read, or that don't match their layout.
     """
     own: dict[str, list[Piece]] = {}
@@ -163,7 +163,7 @@ def states_by_tensor(layout: Layout, optimizer: dict) -> dict[int, dict[str, obj
 
 
 def trained_weights(engine_dir: Path) -> tuple[list[SavedWeight], torch.dtype]:
-    """List the trained parameters of a checkpoint of any ZeRO stage, and return the precision of training.
+    """List the trained parameters in a checkpoint (any ZeRO stage), and return the training precision.
 
     A tied parameter is listed once. Raises DataError for files that are missing or can't be read.
     """
@@ -197,7 +197,7 @@ def _trained_by(engine_dir: Path, mp_rank: int) -> tuple[list[SavedWeight], torc
     found = engine_dir.glob(f"*mp_rank_{mp_rank:02}_model_states.pt")
     files = sorted((file for file in found if not file.name.startswith("layer_")), key=_rank)
     if not files:
-        raise DataError(f"{engine_dir} holds no model states of DeepSpeed: is it a checkpoint of run/train.py?")
+        raise DataError(f"{engine_dir} has no DeepSpeed model states: is it a checkpoint of run/train.py?")
     try:
         first = read_states(files[0])
         module = {**first["module"], **_own_files(engine_dir)}
@@ -209,7 +209,7 @@ def _trained_by(engine_dir: Path, mp_rank: int) -> tuple[list[SavedWeight], torc
         return [SavedWeight(name, tuple(tensor.shape), lambda t=tensor: t) for name, tensor in whole], dtype
     except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError) as error:
         text = f"{type(error).__name__}: {error}"[:200]
-        raise DataError(f"{engine_dir} does not hold what DeepSpeed saves ({text}): take another checkpoint") from error
+        raise DataError(f"{engine_dir} is not as DeepSpeed saves it ({text}): use another checkpoint") from error
 
 
 def _own_files(engine_dir: Path) -> dict[str, torch.Tensor]:
@@ -229,9 +229,7 @@ def _partitioned_weights(engine_dir: Path, common: dict, dtype: torch.dtype, mp_
     num_ranks = common["dp_world_size"]
     files = sorted(engine_dir.glob(f"*_mp_rank_{mp_rank:02}_optim_states.pt"), key=_rank)
     if len(files) != num_ranks:
-        raise DataError(
-            f"{engine_dir} was written by {num_ranks} ranks, but has the optimizer's states of {len(files)}"
-        )
+        raise DataError(f"{engine_dir} was written by {num_ranks} ranks, but has optimizer states of {len(files)}")
     parts = [read_states(file)["optimizer_state_dict"]["fp32_flat_groups"] for file in files]
     weights, offset = [], 0
     for name, shape in ((name, tuple(shape)) for group in common["param_shapes"] for name, shape in group.items()):
@@ -246,7 +244,7 @@ def _partitioned_weights(engine_dir: Path, common: dict, dtype: torch.dtype, mp_
         offset += length
     held = sum(group.numel() for group in parts[0])
     if offset != held:
-        raise DataError(f"{engine_dir}: a rank's parameters have {offset} numbers, its optimizer's states {held}")
+        raise DataError(f"{engine_dir}: a rank's parameters have {offset} numbers, but its optimizer states {held}")
     return weights
 
 

@@ -90,9 +90,9 @@ def commit(scratch: Path, written: dict[str, Entry], problem: str | None, ranks:
 
 
 def keep_newest(output_dir: Path, limit: int | None, best: Path | None = None) -> None:
-    """Delete all but the newest checkpoints, on rank 0; None keeps all.
+    """Keep only the newest checkpoints, on rank 0; None keeps all.
 
-    best: a checkpoint to keep instead of the oldest of them; the newest one is always kept.
+    best: a checkpoint to keep instead of the oldest kept one; the newest one is always kept.
     """
     found = checkpoints(output_dir)
     if limit is None:
@@ -110,7 +110,7 @@ def problem_with(checkpoint: Path, hashed: bool = True) -> str | None:
     try:
         files = read_manifest(checkpoint)
     except FileNotFoundError:
-        return f"it has no {MANIFEST}, so its saving was not finished"
+        return f"it has no {MANIFEST}, so the save did not finish"
     except DataError as error:
         return f"its {MANIFEST} can't be read ({error})"
     found = _first_damage(checkpoint, files, hashed)
@@ -126,7 +126,7 @@ def shared_damage(checkpoint: Path, files: dict[str, Entry], ranks: Ranks) -> st
 
 
 def shares(files: dict[str, Entry], num_ranks: int) -> list[list[str]]:
-    """Divide files over ranks: each gets its own, which it reads again when it restores; others are divided by size."""
+    """Divide files over ranks: each gets its own (it reads them when it restores); others are divided by size."""
     shared: list[list[str]] = [[] for _ in range(num_ranks)]
     loads, rest = [0] * num_ranks, []
     for name, entry in files.items():
@@ -155,10 +155,10 @@ def read_manifest(checkpoint: Path) -> dict[str, Entry]:
         raise DataError("it has changed since it was written")
     named = step_in_name(checkpoint)
     if named is not None and named != step:
-        raise DataError(f"it is that of step {step}")
+        raise DataError(f"it belongs to step {step}")
     for name in files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise DataError(f"it names {name[:200]!r}, which lies outside the checkpoint")
+            raise DataError(f"it names {name[:200]!r}, outside the checkpoint")
     return {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in files.items()}
 
 
@@ -256,7 +256,7 @@ def _delete(path: Path) -> None:
         path.rename(away)
         shutil.rmtree(away)
     except OSError as error:
-        print(f"WARNING: could not delete all of {described(path, error)}", flush=True)
+        print(f"WARNING: could not completely delete {described(path, error)}", flush=True)
 
 
 def _act_on_first(scratch: Path, act: Callable[[], None], ranks: Ranks) -> None:

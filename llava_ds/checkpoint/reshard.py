@@ -1,4 +1,4 @@
-"""Load a checkpoint of another number of ranks, or of another ZeRO stage, into a live engine.
+"""Load a checkpoint with another number of ranks or ZeRO stage into a live engine.
 
 DeepSpeed's universal checkpoint writes the complete model again, does not convert between stage 3 and the others, and
 in 0.19.8 gives every parameter group the first one's rate and decay at stage 3. Here every rank maps the old files into
@@ -28,12 +28,12 @@ from llava_ds.engine.shards.pieces import REPLICATED, UNFUSED, ZERO_3, Layout, P
 
 # Optimizers whose update of a weight depends on more than this weight's own gradients and states.
 WHOLE = {
-    "Lamb": "Lamb's updates depend on norms of what a rank holds",
-    "FusedLamb": "Lamb's updates depend on norms of what a rank holds",
-    "Adafactor": "Adafactor keeps sums over rows and columns of what a rank holds",
-    "Muon": "Muon keeps the momentum of whole matrices, in another way at every stage",
-    **dict.fromkeys(("AdamW8bit", "PagedAdamW8bit"), "8-bit states have scales of blocks of what a rank holds"),
-    "MuonWithAuxAdam": "Muon keeps the momentum of whole matrices, in another way at every stage",
+    "Lamb": "Lamb's updates depend on norms over a rank's shard",
+    "FusedLamb": "Lamb's updates depend on norms over a rank's shard",
+    "Adafactor": "Adafactor keeps sums over rows and columns of a rank's shard",
+    "Muon": "Muon keeps the momentum of whole matrices, differently at every stage",
+    **dict.fromkeys(("AdamW8bit", "PagedAdamW8bit"), "8-bit states have scales per block of a rank's shard"),
+    "MuonWithAuxAdam": "Muon keeps the momentum of whole matrices, differently at every stage",
 }
 # Optimizers with the same states.
 FAMILIES = {
@@ -58,7 +58,7 @@ def load_resharded(engine, checkpoint: Path, world_size: int, *, schedule: bool)
     _check_trained(engine, {name for _, each in saved_layouts(checkpoint, world_size) for name in each.names})
     first = rank_states(saved, checkpoint / ENGINE, 0, world_size)
     if live.kind == ZERO_3:
-        engine.optimizer.checkpoint_event_prologue()  # partitions what it has gathered
+        engine.optimizer.checkpoint_event_prologue()  # partitions gathered parameters again
     fill(engine.basic_optimizer, masters(engine), live, saved_pieces(checkpoint, world_size, live))
     for group, before in _matching_groups(engine, checkpoint, world_size, saved, live):
         group.update({key: before[key] for key in before.keys() & group.keys() - OWN_KEYS})
@@ -119,12 +119,12 @@ def _refuse(live: Layout, saved: Layout) -> None:
     for name in (live.optimizer, saved.optimizer):
         if name in WHOLE:
             raise ConfigError(
-                f"a checkpoint of {name} can't be brought to another number of ranks or another ZeRO stage: "
-                f"{WHOLE[name]}. Start the ranks, and give the stage, that it was saved with"
+                f"a checkpoint of {name} can't be re-sharded for another number of ranks or ZeRO stage: {WHOLE[name]}. "
+                "Start with the number of ranks and the ZeRO stage that it was saved with"
             )
     if FAMILIES.get(live.optimizer, live.optimizer) != FAMILIES.get(saved.optimizer, saved.optimizer):
         raise ConfigError(
-            f"the checkpoint holds states of {saved.optimizer}, which {live.optimizer} can't use: give the same "
+            f"the checkpoint holds states of {saved.optimizer}, and {live.optimizer} can't use them: give the same "
             "optimizer"
         )
 
@@ -141,8 +141,8 @@ def _check_trained(engine, held: set[str]) -> None:
     if trained != held:
         name = min(trained ^ held)
         raise ConfigError(
-            f"{len(trained ^ held)} parameters (like {name}) train now and did not when the checkpoint was saved, or "
-            "the other way round: let the same parts train"
+            f"{len(trained ^ held)} parameters (like {name}) train now but did not when the checkpoint was saved, or "
+            "vice versa: train the same parts"
         )
 
 
@@ -166,7 +166,7 @@ def fill(
                 missing -= length
                 _copy(saved, target, tensors[index], fresh[index], optimizer)
     if missing:
-        raise DataError(f"{missing:,} of this rank's weights are in no file of the checkpoint")
+        raise DataError(f"{missing:,} of this rank's weights are missing from the checkpoint's files")
     for master, slot, states in zip(tensors, live.slots, fresh):
         if states:
             optimizer.state[master] = states
@@ -193,7 +193,9 @@ def _copy(saved: SavedPiece, target: Piece, master: torch.Tensor, states: dict, 
             continue
         own = _scalar(key, value, optimizer, master.device)
         if states.setdefault(key, own) != own:
-            raise DataError(f"{source.name} has {key} {value}, others beside it {states[key]}: they can't be one group")
+            raise DataError(
+                f"{source.name} has {key} {value}, but others in its group have {states[key]}: expected one value"
+            )
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -208,8 +210,8 @@ def _is_per_element(key: str, value: object, master: torch.Tensor) -> bool:
     # Stages 1 and 2 save weights without the padding at their end, but states with it.
     if value.ndim != master.ndim or value.numel() < master.numel():
         raise ConfigError(
-            f"the optimizer's state {key} has the shape {tuple(value.shape)} for {master.numel()} weights, which can't "
-            "be re-sharded: start the ranks, and give the stage, that the checkpoint was saved with"
+            f"the optimizer state {key} has shape {tuple(value.shape)} for {master.numel()} weights and can't be "
+            "re-sharded: start with the number of ranks and the ZeRO stage that the checkpoint was saved with"
         )
     return True
 
@@ -229,7 +231,7 @@ def _scalar(key: str, value: object, optimizer: torch.optim.Optimizer, device: t
     if value is None:
         return None
     if not torch.is_tensor(value) and not isinstance(value, (int, float)):
-        raise ConfigError(f"the optimizer's state {key} is {value!r}, which llava_ds does not know how to re-shard")
+        raise ConfigError(f"the optimizer state {key} is {value!r}: llava_ds can't re-shard it")
     if type(optimizer).__module__.startswith("torch."):
         on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
         return torch.tensor(float(value), dtype=torch.float32, device=device if on_device else "cpu")

@@ -138,7 +138,7 @@ def _candidate(
     from llava_ds.checkpoint.trainer_file import MODEL_ONLY, resume_problem
 
     for path in paths:
-        gone = None if path.is_dir() else "there is no such folder"
+        gone = None if path.is_dir() else "no such folder"
         problem = gone or damaged.get(path) or resume_problem(path, hashed=False)
         if problem is not None and resume != "auto":
             raise ConfigError(f"--resume {resume} can't be used: {problem}")
@@ -154,8 +154,8 @@ def _candidate(
     if any(line.endswith(MODEL_ONLY) for line in lines):
         raise ConfigError(
             "\n".join([f"{output_dir} has no checkpoint that a run can be resumed from:", *lines])
-            + "\ntrain on from such a model as a new run, in another --output_dir (--model_name_or_path, or "
-            "--pretrain_mm_mlp_adapter of a projector), or give --resume never to start again"
+            + "\nstart a new run from such a model, in another --output_dir (--model_name_or_path, or for a "
+            "projector --pretrain_mm_mlp_adapter), or give --resume never to start again"
         )
     return _Candidate(None, lines)
 
@@ -166,8 +166,8 @@ def _compare(
     """Compare a checkpoint's settings with the run's."""
     if identity.optimizer_on_nvme:
         why = (
-            f"{path} can't be resumed: DeepSpeed does not bring an optimizer back that lies on NVMe. Give "
-            '--resume never to start again, or offload_optimizer to "cpu", which a run has to begin with'
+            f"{path} can't be resumed: DeepSpeed can't restore an optimizer that is offloaded to NVMe. Give "
+            '--resume never to start again; offload_optimizer to "cpu" makes a run resumable from its start'
         )
         return _Compared(ResumePoint(), [], why)
     from llava_ds.checkpoint.trainer_file import read_trainer
@@ -183,7 +183,7 @@ def _compare(
         if "train_batch_size" in refused and before is not None:
             about = "\n" + _batch_size_hint(before, data_ranks(vars(identity)))
         why = (
-            f"{path} is a checkpoint of a run with other settings, which would not end in the same model:\n"
+            f"{path} is from a run with other settings; resuming would not give the same model:\n"
             + "\n".join(f"  {line}" for line in refused.values())
             + "\ngive the same settings, another --output_dir, --resume never to start again, or resume with "
             f"the new ones: --allow_changed_flags {','.join(refused)}{about}"
@@ -195,7 +195,7 @@ def _compare(
         if why is not None:
             return _Compared(ResumePoint(), [], why)
     lines = [f"allowed to change: {line}" for line in differences.values()]
-    lines += [f"the same but for rounding: {line}" for line in reshaped]
+    lines += [f"only rounding changes: {line}" for line in reshaped]
     point = ResumePoint(path, trainer["step"], saved["world_size"], bool(differences))
     return _Compared(point, [*lines, f"resuming from {path}"])
 
@@ -233,10 +233,10 @@ def _permitted(allowed: str | None, known: Collection[str]) -> set[str]:
     if names == {"all"}:
         return set(known)
     for name in sorted(names - set(known)):
-        hint = did_you_mean(name, known, "give names of flags with commas between, or all")
+        hint = did_you_mean(name, known, "give flag names separated by commas, or all")
         if name in free:
-            hint = "another value changes no result, so leave it out"
-        raise ConfigError(f"--allow_changed_flags {name} is nothing that a resume compares: {hint}")
+            hint = "its value does not change the result, so leave it out"
+        raise ConfigError(f"--allow_changed_flags {name} is not compared on a resume: {hint}")
     return names
 
 
@@ -245,8 +245,8 @@ def _refuse_uneven(total: int, world_size: int) -> None:
     if total % world_size:
         shares = [str(n) for n in range(1, total + 1) if total % n == 0]
         raise ConfigError(
-            f"the checkpoint being resumed uses {total} samples per step, which {world_size} ranks can't share "
-            f"evenly: start {', '.join(shares[:-1])} or {shares[-1]} of them, or give --resume never to start again"
+            f"the checkpoint being resumed uses {total} samples per step, and {world_size} ranks can't share them "
+            f"evenly: start {', '.join(shares[:-1])} or {shares[-1]} ranks, or give --resume never to start again"
         )
 
 
@@ -254,12 +254,12 @@ def _batch_size_hint(total: int, world_size: int) -> str:
     """Return the flags that keep that many samples per step."""
     share, rest = divmod(total, world_size)
     if rest or not share:
-        return f"{world_size} ranks can't share the {total} samples of a step evenly: start another number of them"
+        return f"{world_size} ranks can't share the {total} samples of a step evenly: start another number of ranks"
     ways = [f"{share // n} x {n}" for n in range(1, share + 1) if share % n == 0]
     return (
         f"{total} samples per step on {world_size} ranks are --per_device_train_batch_size x "
-        f"--gradient_accumulation_steps = {' or '.join(ways[:6])}; or give --train_batch_size {total} instead of the "
-        "second"
+        f"--gradient_accumulation_steps = {' or '.join(ways[:6])}; or give --train_batch_size {total} instead of "
+        "--gradient_accumulation_steps"
     )
 
 
@@ -273,11 +273,11 @@ def _unfit_states(path: Path, saved: dict, reshaped: list[str], optimizer: dict 
     if name in SHARDED or name == "Muon" or name in BITSANDBYTES:
         why = f"{name} sees shards instead of {SHARDED[name]}" if name in SHARDED else "Muon keeps whole matrices"
         if name in BITSANDBYTES:
-            why = f"{name}'s 8-bit states have scales of blocks of what a rank holds"
+            why = f"{name}'s 8-bit states have scales per block of a rank's shard"
         return f"{path} can't be resumed: {'; '.join(reshaped)}, but {why}, so its states can't be re-sharded: {where}"
     if not has_layout(path):
         return (
-            f"{path} can't be resumed: {'; '.join(reshaped)}, but it was saved by an earlier version, which did "
-            f"not write down where its numbers lie: {where}"
+            f"{path} can't be resumed: {'; '.join(reshaped)}, but it was saved by an earlier version "
+            f"that did not record its sharding: {where}"
         )
     return None

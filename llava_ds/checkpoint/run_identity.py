@@ -22,7 +22,7 @@ ORDERED_BY_LAYOUT = {
     "group_by_varlen": "gradient_accumulation_steps",
 }
 
-SETTINGS = ("config.json", "adapter_config.json")  # in a model's folder, which has at least one
+SETTINGS = ("config.json", "adapter_config.json")  # a model's folder has at least one of these
 
 # Sections of the DeepSpeed JSON that change the result; the others change speed or placement.
 DECIDING_SECTIONS = (
@@ -70,8 +70,7 @@ class RunIdentity:
         Returns a line each, by its name for --allow_changed_flags.
         """
         # A flag that one identity lacks counts as its default there: an extension was not loaded, or an earlier version
-        # did not
-        # have the flag.
+        # did not have the flag.
         absent, flags = saved["flags"].keys() - self.flags.keys(), every_flag()
         layout = self._layout_flags(saved)
         left_out = [
@@ -85,13 +84,13 @@ class RunIdentity:
             and (name not in layout or name in self._ordering_flags)
         }
         if saved["data"] != self.data:
-            lines["data"] = "the data set (or its encoding) is another one"
+            lines["data"] = "the data set or its encoding has changed"
         for key, line in self._section_changes(saved).items():
             if key != "optimizer" or _optimizer_of(vars(self)) != _optimizer_of(saved):
                 lines[key] = f"{lines[key]}; {line}" if key in lines else line
         by_layout = ", ".join(self._depend_on_layout)
         return lines | {
-            name: f"{line}, which changes the result with {by_layout}"
+            name: f"{line}; this changes the result with {by_layout}"
             for name, line in self._layout_changes(saved).items()
             if self._decides(name, saved)
         }

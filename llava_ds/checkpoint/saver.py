@@ -40,11 +40,11 @@ def can_be_resumed(training: TrainingArguments) -> bool:
 
 
 def describe_saving(training: TrainingArguments) -> str:
-    """Describe in a clause whether the last step is saved, and what the same command does next."""
+    """Describe in a clause whether the last step is saved, and the effect of the same command."""
     if training.save_strategy == "no":
         return "not saved (--save_strategy no)"
     if training.save_only_model:
-        return "saved, the model alone (--save_only_model): no run can be resumed from it"
+        return "saved, only the model (--save_only_model): a run can't be resumed from it"
     return "saved; the same command resumes there"
 
 
@@ -77,7 +77,7 @@ class Saver:
         self.trainer = {"identity": dataclasses.asdict(resume.identity), "weights": resume.weights}
         self.limit, self.background = training.save_total_limit, training.async_save
         self.last_good = resume.point.path
-        self.states: list[StatePart] = []  # of extensions, set by the session
+        self.states: list[StatePart] = []  # extensions' parts, set by the session
         self.num_failed, self.failure = 0, ""  # in a row, and the last failure
         self._save: _Save | None = None
         self._reduction: tuple[torch.distributed.Work, torch.Tensor] | None = None
@@ -166,7 +166,7 @@ class Saver:
         except commit.SaveFailed as error:
             return self._failed(step, str(error))
         self._is_saved(path, keeps_all)
-        print_first(f"{path.name} is saved, the model alone: training waited {time.perf_counter() - started:.2f} s")
+        print_first(f"{path.name} is saved, only the model: training waited {time.perf_counter() - started:.2f} s")
 
     def _is_saved(self, path: Path, keeps_all: bool) -> None:
         if self.ranks.is_first and not keeps_all:
@@ -209,7 +209,7 @@ class Saver:
             return self._failed(save.step, str(error))
         self._is_saved(path, save.keeps_all)
         waited_s = save.waited_s + time.perf_counter() - started
-        behind = f", written in {save.writer.took_s:.2f} s beside it" if self.background else ""
+        behind = f", written in {save.writer.took_s:.2f} s in the background" if self.background else ""
         print_first(f"{path.name} is saved: training waited {waited_s:.2f} s{behind}")
 
     def _failed(self, step: int, why: str) -> None:
@@ -219,7 +219,7 @@ class Saver:
 
     def _problem(self, last: bool) -> str:
         times = "" if last else f"{self.num_failed} saves in a row failed. "
-        return f"{times}{self.failure}. {self._good()}: fix it and start again to resume there"
+        return f"{times}{self.failure}. {self._good()}: fix the cause and start again to resume there"
 
     def _good(self) -> str:
-        return "There is no checkpoint yet" if self.last_good is None else f"The last good one is {self.last_good}"
+        return "No checkpoint exists yet" if self.last_good is None else f"The last good checkpoint is {self.last_good}"

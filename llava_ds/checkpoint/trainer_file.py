@@ -11,7 +11,7 @@ from llava_ds.config.arguments import declared_in
 from llava_ds.constants import DataError
 from llava_ds.files.reading import read_json
 
-MODEL_ONLY = "it holds the model alone (--save_only_model), no optimizer states"
+MODEL_ONLY = "it holds only the model (--save_only_model), without optimizer states"
 
 _Count = Annotated[int, Field(ge=1)]
 
@@ -39,7 +39,7 @@ def _with_sizes(flags: object) -> object:
     declared = declared_in(flags) if isinstance(flags, dict) else {}
     for name in (name for name, flag in declared.items() if flag.shares_samples):
         if type(size := flags.get(name, 1)) is not int or size < 1:
-            raise ValueError(f"{name} is {size}, where a number of ranks is expected")
+            raise ValueError(f"{name} is {size}: expected a number of ranks")
     return flags
 
 
@@ -76,9 +76,11 @@ def read_trainer(checkpoint: Path) -> dict:
     try:
         return read_json(checkpoint / commit.TRAINER, Trainer)
     except FileNotFoundError as error:
-        raise DataError(f"{checkpoint / commit.TRAINER} is missing: name a whole checkpoint (run/verify.py)") from error
+        raise DataError(
+            f"{checkpoint / commit.TRAINER} is missing: name a complete checkpoint (run/verify.py)"
+        ) from error
     except DataError as error:
-        raise DataError(f"{checkpoint / commit.TRAINER} can't be read: {error}: name a whole checkpoint") from error
+        raise DataError(f"{checkpoint / commit.TRAINER} can't be read: {error}: name a complete checkpoint") from error
 
 
 def is_training_checkpoint(folder: Path) -> bool:
@@ -110,5 +112,5 @@ def checkpoint_problem(checkpoint: Path, hashed: bool = True) -> str | None:
         return f"{commit.TRAINER} can't be read ({error})"
     named = commit.step_in_name(checkpoint)
     if named is not None and trainer["step"] != named:
-        return f"{commit.TRAINER} is that of step {trainer['step']}"
+        return f"{commit.TRAINER} belongs to step {trainer['step']}"
     return None

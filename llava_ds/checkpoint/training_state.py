@@ -76,7 +76,7 @@ def _load(engine, point: ResumePoint, ranks: Ranks) -> str:
         load_resharded(engine, point.path, point.world_size, schedule=not point.changed)
         line = f"resumed at step {point.step}: weights and states re-sharded from {point.world_size} ranks"
         if ranks.world_size > point.world_size:
-            line += "; ranks that are new draw random numbers of their own"
+            line += "; new ranks start new random numbers"
     if point.changed:
         from llava_ds.checkpoint.reshard import renew_rates
 
@@ -85,7 +85,7 @@ def _load(engine, point: ResumePoint, ranks: Ranks) -> str:
 
 
 def random_states(device: torch.device) -> dict[str, object]:
-    """Return the generators' states as plain numbers and tensors, which load without running pickled code."""
+    """Return the generators' states as plain numbers and tensors: these load without running pickled code."""
     name, keys, *rest = np.random.get_state()
     states = {
         "python": random.getstate(),
@@ -111,7 +111,7 @@ def set_random_states(states: dict[str, object], device: torch.device) -> None:
         if device.type == "cuda" and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"], device)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise DataError(f"it holds no random states: {type(error).__name__}: {error}"[:300]) from error
+        raise DataError(f"it has no random states: {type(error).__name__}: {error}"[:300]) from error
 
 
 def seed_random_states(seed: int, step: int, rank: int) -> None:
@@ -119,4 +119,4 @@ def seed_random_states(seed: int, step: int, rank: int) -> None:
     words = np.random.SeedSequence([seed, step, rank]).generate_state(3)
     random.seed(int(words[0]))
     np.random.seed(words[1])
-    torch.manual_seed(int(words[2]))  # of all devices
+    torch.manual_seed(int(words[2]))  # seeds all devices

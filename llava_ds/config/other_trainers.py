@@ -146,7 +146,7 @@ def unknown_flags(unknown: list[str], known: Mapping[str, argparse.Action | None
         flag, has_value, value = token.partition("=")
         if not flag.startswith("-") or (after_flag and _is_number(flag)):
             if not after_flag:
-                yield f"unexpected argument {flag!r}: every value belongs after a --flag"
+                yield f"unexpected argument {flag!r}: every value needs a --flag before it"
             continue
         after_flag = "=" not in token
         if flag in not_here:

@@ -277,8 +277,8 @@ class _Helpers:
             raise self._errors.get()
         if any(process.exitcode for process in self._processes):
             raise DataError(
-                "a process that checks and encodes records was killed: this machine may lack memory: give a smaller "
-                "--preprocessing_num_workers; encoded records are kept"
+                "a process that checks and encodes records was killed: this machine may be out of memory: give a "
+                "smaller --preprocessing_num_workers; encoded records are kept"
             )
         if self._processes or state is None or self._most < 2:
             return
@@ -316,8 +316,8 @@ class EncodingBeside:
             raise self._errors.get()
         if self._process.exitcode:
             raise DataError(
-                "the process that checks and encodes records during training was killed: this machine may lack memory: "
-                "give a smaller --preprocessing_num_workers; encoded records are kept"
+                "the process that checks and encodes records during training was killed: this machine may be out of "
+                "memory: give a smaller --preprocessing_num_workers; encoded records are kept"
             )
 
     def _run(self, encode: Callable[[], None], parent: int) -> None:

@@ -35,12 +35,12 @@ def check_written(written: Written) -> None:
     for path, sums in written.items():
         files = WeightFiles(path)
         if files.shapes.keys() != sums.keys():
-            raise RuntimeError(f"{path} holds {len(files.shapes)} tensors, and {len(sums)} were written: report this")
+            raise RuntimeError(f"{path} holds {len(files.shapes)} tensors, but {len(sums)} were written: report this")
         for number, (name, read) in enumerate(files.tensors()):
             if time.monotonic() > end:
                 raise TooSlow(f"after {LIMIT_S:g} s only {number} of {len(sums)} tensors of {path} were read again")
             if _word_sum(read()) != sums[name]:
                 raise RuntimeError(
-                    f"{path} was exported, but {name} in it is not what was written (other bits): keep the checkpoint, "
-                    "check the disk and export it again"
+                    f"{path} was exported, but {name} in it differs from the tensor that was written (other bits): "
+                    "keep the checkpoint, check the disk and export it again"
                 )

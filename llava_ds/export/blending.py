@@ -24,22 +24,26 @@ def open_adapters(
     """
     if len(weights) != len(folders):
         raise ConfigError(
-            f"--adapter_weights gives {len(weights)} weights for {len(folders)} adapters, SOURCE's the first of them: "
-            "give one for each"
+            f"--adapter_weights gives {len(weights)} weights for {len(folders)} adapters (SOURCE's is the first): "
+            "give one weight per adapter"
         )
     if strange := [folder for folder in folders if not is_adapter(folder)]:
-        raise ConfigError(f"{strange[0]} is no adapter's folder, and only adapters are merged by weight: leave it out")
+        raise ConfigError(
+            f"{strange[0]} is not an adapter's folder, and only adapters can be merged by weight: leave it out"
+        )
     if not sum(weights):
-        raise ConfigError(f"--adapter_weights {' '.join(map(str, weights))} add up to 0: there is no mean by them")
+        raise ConfigError(
+            f"--adapter_weights {' '.join(map(str, weights))} add up to 0: the weighted mean is undefined"
+        )
     opened = [open_folder(folder, given, dtype, form) for folder in folders]
     export, first, lines = opened[0]
     others = [{entry.name: entry for entry in entries} for _, entries, _ in opened]
     for folder, (plan, _, _), entries in zip(folders[1:], opened[1:], others[1:]):
         if entries.keys() != others[0].keys() or any(entries[e.name].shape != e.shape for e in first):
-            raise ConfigError(f"{folder} is an adapter of another model than {folders[0]}: leave it out")
+            raise ConfigError(f"{folder} is an adapter for another model than {folders[0]}: leave it out")
         if _bases(plan) != _bases(export):
             raise ConfigError(
-                f"{folder} has another base than {folders[0]}: name theirs by --model_base, or leave it out"
+                f"{folder} has another base model than {folders[0]}: give theirs with --model_base, or leave it out"
             )
     base = {entry.name: entry for entry in _base_entries(export)}
     blended = [

@@ -184,7 +184,7 @@ def _library(form: str) -> str:
 
 def _usage(output_dir: Path, form: str, name: str) -> str:
     """Return code and a command; a relative name without a folder would be looked up on the hub."""
-    where = f"Run this in the folder that holds `{name}`, with an image as `image.png` beside it.\n\n"
+    where = f"Run this in the folder that holds `{name}`, with an image named `image.png` there.\n\n"
     in_shell = "'" + name.replace("'", "'\\''") + "'"
     here, quoted = USE_LLAVA_DS.format(folder=in_shell), json.dumps(name, ensure_ascii=False)
     if form == "llava":

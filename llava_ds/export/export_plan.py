@@ -77,7 +77,7 @@ class ExportPlan:
 
 
 def hf_kind(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) -> tuple[str | None, str]:
-    """Return the model_type of transformers' class for a model, and ""; or None and why there is no class."""
+    """Return the model_type of transformers' class for a model, and ""; or None and the reason without a class."""
     kind = hf_container(plan, image_options)
     if plan.architecture is not None:
         return kind, ""
@@ -120,12 +120,12 @@ def own_vision(plan: ModelPlan, args: ModelArguments, image_options: ImageOption
         return "transformers' classes don't cut images for a SigLIP 2 of any shape: take another --vision_tower"
     kind, tower = plan.tower.config.model_type, plan.tower
     if tower.second is not None:
-        return "transformers' classes have one tower: give one to --vision_tower"
+        return "transformers' classes have one tower: give one --vision_tower"
     if tower.num_first_tokens > 1:
         return f"transformers' classes would take the registers of a {kind} for patches: take another --vision_tower"
     if image_options.has_newline and plan.images.size != tower.config.image_size:
         return (
-            f"transformers' LlavaNext takes images of a {kind} to be as large as its config.json says, not "
+            f"transformers' LlavaNext expects images for a {kind} to have the size in its config.json, not "
             f"{plan.images.size} pixels: give --mm_patch_merge_type flat, or take another --vision_tower"
         )
     return ""
@@ -140,7 +140,7 @@ def not_llavas(plan: ModelPlan, args: ModelArguments) -> str:
         lacks = "place for a second tower"
     elif not TOWERS[kind].llavas:
         lacks = f"class for a {kind}"
-    return lacks and f"LLaVA's own code has no {lacks}: llava_ds alone opens the model"
+    return lacks and f"LLaVA's own code has no {lacks}: only llava_ds opens the model"
 
 
 def export_format(args: Arguments, plan: ModelPlan, image_options: ImageOptions) -> tuple[str, list[str]]:
@@ -156,7 +156,7 @@ def export_format(args: Arguments, plan: ModelPlan, image_options: ImageOptions)
     if wanted == "llava" and plan.architecture is not None:
         kind = plan.architecture.config.model_type
         raise ConfigError(
-            f"--export_format llava has no place for a {kind}: leave it out, for transformers' own format"
+            f"--export_format llava can't hold a {kind}: leave the flag out, to export in transformers' own format"
         )
     note = "" if plan.architecture is not None else not_llavas(plan, args.model)
     if wanted == "llava":
@@ -168,7 +168,7 @@ def export_format(args: Arguments, plan: ModelPlan, image_options: ImageOptions)
     if "export_format" in args.given:
         raise ConfigError(f"--export_format hf is not possible: {why}; or give --export_format llava")
     _refuse_lost_tokens(plan)
-    line = f"the model will be written in LLaVA's own format, for {why}"
+    line = f"the model will be written in LLaVA's own format, because {why}"
     return "llava", [f"{line}; {note}" if note else line]
 
 

@@ -74,9 +74,9 @@ def _disk_errors(output_dir: Path, training: TrainingArguments) -> Iterator[None
         cause = _refusal(error)
         if cause is None:
             raise
-        then = "No checkpoint holds it (--save_strategy no)"
+        then = "It is not in any checkpoint (--save_strategy no)"
         if can_be_resumed(training):
-            then = "Start the same command again: it resumes at its end"
+            then = "Start the same command again: it resumes at the last step"
         elif training.save_only_model and training.save_strategy != "no":
             then = "The newest checkpoint holds the same model"
         place = getattr(error, "filename", None) or output_dir

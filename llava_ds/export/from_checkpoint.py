@@ -51,7 +51,7 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None, 
     """
     several = _last(checkpoint, average)
     for each in several:
-        problem = checkpoint_problem(each) if each.is_dir() else "there is no such folder"
+        problem = checkpoint_problem(each) if each.is_dir() else "no such folder"
         if problem is not None:
             raise DataError(f"{each} can't be used: {problem}")
     run_dir = checkpoint.resolve().parent
@@ -60,8 +60,8 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None, 
     weights, trained_in = trained_weights(checkpoint / ENGINE)
     if average > 1 and adapted_parts(run.model):
         raise ConfigError(
-            "--average: the mean of an adapter's matrices is not that of their products: export the checkpoints as "
-            "--format adapter, and merge them by --adapters"
+            "--average: averaging an adapter's matrices does not average their products: export the checkpoints with "
+            "--format adapter, and merge them with --adapters"
         )
     if average > 1:
         weights = _averaged([trained_weights(each / ENGINE)[0] for each in several], several)
@@ -100,15 +100,15 @@ def _last(checkpoint: Path, number: int) -> list[Path]:
     found = commit.checkpoints(checkpoint.resolve().parent)
     if checkpoint.resolve() not in found:
         raise ConfigError(
-            f"--average {number}: {checkpoint} is not named checkpoint-STEP, so that the ones before it are unknown: "
-            "give it that name"
+            f"--average {number}: {checkpoint} is not named checkpoint-STEP, so the checkpoints before it are "
+            "unknown: rename it"
         )
     step = commit.step_of(checkpoint.resolve())
     earlier = [path for path in found if commit.step_of(path) < step]
     if len(earlier) < number - 1:
         raise ConfigError(
-            f"--average {number}: {checkpoint} and the checkpoints before it are {len(earlier) + 1}: give that many at "
-            "most, or keep more of them (--save_total_limit)"
+            f"--average {number}: {checkpoint} and the checkpoints before it are {len(earlier) + 1}: give at most that "
+            "many, or keep more (--save_total_limit)"
         )
     return [checkpoint, *earlier[: number - 1]]
 
@@ -119,7 +119,7 @@ def _averaged(several: list[list[SavedWeight]], checkpoints: list[Path]) -> list
     shapes = [{name: weight.shape for name, weight in weights.items()} for weights in by_name]
     for path, each in zip(checkpoints, shapes):
         if each != shapes[0]:
-            raise DataError(f"{path} does not hold the parameters of {checkpoints[0]}: other parts trained then")
+            raise DataError(f"{path} holds other parameters than {checkpoints[0]}: other parts trained then")
 
     def read(name: str) -> torch.Tensor:
         parts = [weights[name].read() for weights in by_name]
@@ -150,13 +150,15 @@ def _check_bases(run: Arguments, saved: dict[str, object]) -> None:
             continue
         folders = [Path(each) for each in (tower_folders(given) if name == "vision_tower" else (given,))]
         if not all(any((folder / file).is_file() for file in SETTINGS) for folder in folders):
-            problems.append(f"--{name} {given} is not there any more: say where it lies now")
+            problems.append(f"--{name} {given} not found: give its new path")
         elif ",".join(map(folder_digest, folders)) != saved[name]:
-            problems.append(f"--{name} {given} is not the model that this was trained on: name that one")
+            problems.append(f"--{name} {given} is not the model that this was trained from: give that one")
     projector = run.model.pretrain_mm_mlp_adapter
     if projector is not None and not Path(projector).is_file():
-        problems.append(f"--pretrain_mm_mlp_adapter {projector} is not there any more: say where it lies now")
+        problems.append(f"--pretrain_mm_mlp_adapter {projector} not found: give its new path")
     elif projector is not None and sha256(Path(projector)) != saved.get("pretrain_mm_mlp_adapter"):
-        problems.append(f"--pretrain_mm_mlp_adapter {projector} is not what this was trained from: name that one")
+        problems.append(
+            f"--pretrain_mm_mlp_adapter {projector} is not the projector that this was trained from: give that one"
+        )
     if problems:
         raise ConfigError("\n".join(problems))

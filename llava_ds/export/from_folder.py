@@ -40,7 +40,7 @@ def open_folder(
     folder = read_folder(str(source), base)
     config = _config_of(source, folder.base)
     if folder.projector is None:
-        raise ConfigError(f"{source} is {folder.kind}: expected a checkpoint, or a folder with a whole LLaVA")
+        raise ConfigError(f"{source} is {folder.kind}: expected a checkpoint, or the folder of a complete LLaVA")
     tower_name = given.get("vision_tower") or config.get("mm_vision_tower")
     if folder.vision_config is not None:
         given.pop("vision_tower", None)  # it includes its own, and only the name is used
@@ -92,7 +92,7 @@ def _config_of(source: Path, base: str | None) -> dict:
             for name, (kind, what) in EXPORT_FIELDS.items():
                 value = config.get(name)
                 if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-                    raise ConfigError(f"{FLAG} {folder}: config.json says {name} {shown(value)}, expected {what}")
+                    raise ConfigError(f"{FLAG} {folder}: config.json has {name} {shown(value)}, expected {what}")
             return config
     return {}
 
@@ -102,5 +102,5 @@ def _precision(entries: list[Entry]) -> torch.dtype:
     first = next(entry for entry in entries if entry.name.startswith("language_model.") and len(entry.shape) > 1)
     dtype = first.read().dtype
     if dtype not in DTYPES:
-        raise ConfigError(f"{first.name} is {dtype}, which can't be written: give --dtype")
+        raise ConfigError(f"{first.name} is {dtype} and can't be written: give --dtype")
     return dtype

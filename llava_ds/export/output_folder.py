@@ -120,7 +120,9 @@ def staged(output_dir: Path) -> Iterator[Path]:
         scratch = contextlib.ExitStack()
         stage = scratch.enter_context(scratch_folder(".export-", output_dir)) / output_dir.resolve().name
     except OSError as error:
-        raise ConfigError(f"--output_dir {output_dir} can't be made ({error.strerror}): name another folder") from error
+        raise ConfigError(
+            f"--output_dir {output_dir} can't be created ({error.strerror}): name another folder"
+        ) from error
     try:
         with scratch:
             stage.mkdir()

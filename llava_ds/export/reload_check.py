@@ -44,7 +44,7 @@ def describe_comparison(check: str, length: int, library: str, compare: Callable
     except NotCompared as reason:
         fewer = isinstance(reason, TooSlow) and num_positions > SAMPLE_POSITIONS
         hint = f"; --check_export sample computes {SAMPLE_POSITIONS} positions, not {num_positions}" if fewer else ""
-        return f"its names and shapes have been checked, its logits have not: {reason}{hint}"
+        return f"its names and shapes were checked, but not its logits: {reason}{hint}"
 
 
 def describe_bits(check: str, compare: Callable[[], None]) -> str:
@@ -55,7 +55,7 @@ def describe_bits(check: str, compare: Callable[[], None]) -> str:
         compare()
     except NotCompared as reason:
         return f"not compared: {reason}"
-    return "read again: every name, shape and bit is the model's"
+    return "read again: every name, shape and bit equals the model's"
 
 
 @torch.no_grad()
@@ -131,7 +131,7 @@ def compare_logits(output_dir: Path, library: str, again: torch.Tensor, logits: 
     limit = TOLERANCE[again.dtype]
     if not difference <= limit:
         raise RuntimeError(
-            f"{output_dir} was exported, but {library} computes other logits from it (difference {difference:.2e} "
+            f"{output_dir} was exported, but {library} computes other logits from it (they differ by {difference:.2e} "
             f"of the largest, allowed {limit:.0e}): keep the checkpoint and report this"
         )
     return difference
@@ -140,7 +140,7 @@ def compare_logits(output_dir: Path, library: str, again: torch.Tensor, logits: 
 def _tiled_images(
     reloaded: HFModel, pixels: torch.Tensor, layouts: list[MediaLayout]
 ) -> dict[str, torch.Tensor] | None:
-    """Return pixel_values (images, tiles, 3, S, S) and image_sizes; None if transformers makes other tokens of them.
+    """Return pixel_values (images, tiles, 3, S, S) and image_sizes; None if transformers encodes them differently.
 
     LlavaNext cuts every image into tiles; LLaVA and LlavaOnevision leave images whole if a sample has several. They
     don't support pooled frames, and round the padding differently for a few sizes.

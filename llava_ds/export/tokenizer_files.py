@@ -126,8 +126,9 @@ def refuse_lost_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     lost = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda one: one[1]) if token not in known]
     if lost:
         raise ConfigError(
-            f"LLaVA's format takes its tokenizer from {origin}, which lacks {len(lost)} tokens of {source}, the first "
-            f"is {lost[0]!r}: keep transformers' format (hf), or add them to the model's folder from before its export"
+            f"LLaVA's format takes its tokenizer from {origin}, but {len(lost)} tokens of {source} are missing there "
+            f"(the first is {lost[0]!r}): keep transformers' format (hf), or add them to the model's folder from "
+            "before its export"
         )
 
 

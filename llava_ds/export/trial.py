@@ -15,7 +15,7 @@ from llava_ds.runtime.scratch import scratch_folder
 from llava_ds.tokenizer import read_tokenizer
 
 TRIAL = "export-trial-"  # prefix of its folders
-REMEDY = "or give --export_format llava, which LLaVA's own code opens"
+REMEDY = "or give --export_format llava, for LLaVA's own code"
 
 
 def try_export(export: ExportPlan, output_dir: Path, *, dry_run: bool = False) -> str:
@@ -32,7 +32,7 @@ def try_export(export: ExportPlan, output_dir: Path, *, dry_run: bool = False) -
     if dry_run:
         place = next(folder for folder in (place, *place.parents) if folder.is_dir())
         if not os.access(place, os.W_OK):
-            raise ConfigError(f"--output_dir {output_dir} can't be written: there is no write permission for {place}")
+            raise ConfigError(f"--output_dir {output_dir} can't be written: no write permission for {place}")
     place.mkdir(parents=True, exist_ok=True)
     _check_room(place, total)
     with scratch_folder(TRIAL, place) as folder:
@@ -48,7 +48,7 @@ def _check_room(output_dir: Path, total: int) -> None:
     if total > free:
         raise ConfigError(
             f"--output_dir {output_dir}: the finished model takes {total / 1e9:.1f} GB, but only {free / 1e9:.1f} GB "
-            "are free there: make room, or name another folder"
+            "are free there: free disk space, or name another folder"
         )
 
 
@@ -68,7 +68,7 @@ def _open_with_transformers(folder: Path) -> None:
         )
     except Exception as error:  # any error of a class about its configuration
         raise ConfigError(
-            f"the finished model would not open in transformers ({said_by(error)}): report this, {REMEDY}"
+            f"transformers would not open the finished model ({said_by(error)}): report this, {REMEDY}"
         ) from error
     problems = [
         f"{len(names)} tensors {what}, the first is {sorted(map(str, names))[0]}"

@@ -1,1 +1,1 @@
-"""Features that a run may do without: a folder for each, which the rest of the package never imports by name."""
+"""Optional features, one folder each. The rest of the package never imports them by name."""

@@ -1,4 +1,4 @@
-"""Loading of extensions: flags if the command line names one of them, code if a run has the extension."""
+"""Load extensions: the flags if the command line gives one, the code if the run uses the extension."""
 
 import dataclasses
 import functools
@@ -208,7 +208,7 @@ def opener_of(file: str) -> Callable[[str, str | None], "ModelFolder"]:
     for name, trigger in EXTENSIONS.items():
         if trigger.opens == file:
             return _extension(name).open_folder
-    raise ConfigError(f"no extension in llava_ds/extensions reads folders with {file}: give a folder without it")
+    raise ConfigError(f"no extension in llava_ds/extensions reads folders with {file}: give a folder without this file")
 
 
 def architecture_of(config: "PreTrainedConfig") -> Architecture | None:
@@ -241,7 +241,7 @@ def _store(scheme: str) -> ModuleType:
     for name, trigger in EXTENSIONS.items():
         if trigger.schemes == "*" or scheme in trigger.schemes.split():
             return _extension(name).store()
-    raise ConfigError(f"no extension in llava_ds/extensions reads {scheme}:// URLs: give a path of this machine")
+    raise ConfigError(f"no extension in llava_ds/extensions reads {scheme}:// URLs: give a path on this machine")
 
 
 def _extension(name: str) -> Extension:

@@ -128,37 +128,37 @@ class TextPart:
         return ()
 
     def from_disk(self, name: str, config: "PreTrainedConfig", known: Collection[str] | None = None) -> str | None:
-        """Return the name in memory for one in a folder, or a name that `stacked` takes. None for one of neither, where
-        the names in memory are known."""
+        """Map a tensor's name in a folder to its name in memory, or to a name that `stacked` takes. None if it is
+        unknown (`known`: the names in memory)."""
         return name if known is None or name in known else None
 
     def stacked(self, weights: "Weights", config: "PreTrainedConfig") -> "Weights":
-        """Return weights with such names, as they are in memory."""
+        """Convert weights with names from from_disk to their form in memory."""
         return weights
 
     def on_disk(self, entries: "list[Entry]", config: "PreTrainedConfig") -> "list[Entry]":
-        """Return a whole model's tensors as they are in a folder, names of other parts with them."""
+        """Convert a complete model's tensors to their form in a folder. Other parts' tensors are included."""
         return entries
 
     def assembled(self, language_model: "nn.Module", config: "PreTrainedConfig", args: "ModelArguments") -> None:
-        """Change a model that transformers' class built, which has no weights yet."""
+        """Change a model that transformers' class built, before it has weights."""
 
     def used_per_token(self, language_model: "nn.Module", config: "PreTrainedConfig", dense: int) -> float:
-        """Return how many weights of matrices are used for a token. dense: those of linear layers but the output's."""
+        """Return the number of matrix weights used per token. dense: weights in linear layers except the output's."""
         return dense
 
     def in_transformers(self, config: "PreTrainedConfig") -> "tuple[PreTrainedConfig | None, str]":
-        """Return the configuration by which transformers' class computes the same; None, and why there is none."""
+        """Return a configuration with which transformers' class computes the same, and ""; or None and the reason."""
         return config, ""
 
     def name_in_transformers(self, name: str, config: "PreTrainedConfig") -> str:
-        """Return the name on disk that goes with in_transformers, of a tensor of the language model."""
+        """Map a language-model tensor's name to its name on disk in in_transformers' format."""
         return name
 
     def differs(self, config: "PreTrainedConfig", dtype: "torch.dtype") -> str:
-        """Return why logits of transformers' class may be others than those of training; "" if they are the same."""
+        """Return why transformers' logits may differ from training's; "" if they are the same."""
         return ""
 
     def llava_class(self, model_type: str, architecture: str, config: "PreTrainedConfig") -> tuple[str, str]:
-        """Return what a config.json in LLaVA's format says. model_type, architecture: those of the plain model."""
+        """Return model_type and architecture for config.json in LLaVA's format; the arguments are the plain model's."""
         return model_type, architecture

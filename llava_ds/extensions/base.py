@@ -116,18 +116,13 @@ class ExtensionFlags:
     """The base of an extension's flags: a frozen dataclass of fields declared by config/flags.py.
 
     needs: keys of PROPERTIES, each with the reason; breaks: keys of PROPERTIES that it takes away from others (needs
-    and
-    breaks are properties if flag values decide); moments: numbers per trained weight that the optimizer keeps in
-    addition
-    to its own; zeros: the effect of a flag's 0, or the flag to use if 0 is not allowed; numbers: logged numbers with a
-    chart, by name; compiles: layers may be compiled; fuses: text of the flag that fuses layer kernels; needs_text:
-    useless
-    for a model that generates no text; of_model: the flags define the model, and are also in ModelArguments.own;
-    data_path:
-    the source of takes_samples.
-    keys: dotted keys of the DeepSpeed JSON that set a flag; other_keys: other trainers' keys for it, in the form of
-    UNSUPPORTED in engine/ds_config/keys.py; other_names: other trainers' flag names, by flag; not_here: other trainers'
-    flags without a counterpart, by reason.
+    and breaks are properties if flag values decide); moments: numbers per trained weight that the optimizer keeps in
+    addition to its own; zeros: the effect of a flag's 0, or the flag to use if 0 is not allowed; numbers: logged
+    numbers with a chart, by name; compiles: layers may be compiled; fuses: text of the flag that fuses layer kernels;
+    needs_text: useless for a model that generates no text; of_model: the flags define the model, and are also in
+    ModelArguments.own; data_path: the source of takes_samples. keys: dotted keys of the DeepSpeed JSON that set a flag;
+    other_keys: other trainers' keys for it, in the form of UNSUPPORTED in engine/ds_config/keys.py; other_names: other
+    trainers' flag names, by flag; not_here: other trainers' flags without a counterpart, by reason.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}
@@ -248,7 +243,7 @@ class Phase(IntEnum):
 
     A request to stop comes first, so that later hooks know the last step; numbers are written before any hook judges
     them;
-    a run that returns to a checkpoint neither evaluates nor saves the steps it gave up.
+    a run that returns to a checkpoint does not evaluate or save the steps it gave up.
     """
 
     STOP = 0
@@ -263,11 +258,9 @@ class Phase(IntEnum):
 class StepEnd:
     """The boundary after an optimizer step, passed from hook to hook.
 
-    finished: this is the run's last step; stops: the run was asked to stop here; read: step results read from the
-    device
-    here, with their numbers; problems: reasons to end the run; at_checkpoint: the weights are those of the last
-    checkpoint;
-    keeps_all: older checkpoints are kept; paused: the time since the step does not count as step time.
+    finished: this is the run's last step; stops: the run stops here on request; read: step results read from the
+    device here, with their numbers; problems: reasons to end the run; at_checkpoint: the weights are those of the last
+    checkpoint; keeps_all: older checkpoints are kept; paused: the time since the step does not count as step time.
     """
 
     result: "StepResult"
@@ -330,7 +323,7 @@ class Measure:
     """The part of an extension in evaluations (Evaluation.measures). All ranks call is_due and run together."""
 
     def is_due(self, step: int, last: bool) -> bool:
-        """True if there is something to do at a step beside the eval loss. last: the run ends with it."""
+        """True if there is something to do at a step in addition to the eval loss. last: the run ends with it."""
         return False
 
     def was_done(self, step: int) -> bool:
@@ -341,7 +334,7 @@ class Measure:
         """Do it, after the eval loss was measured."""
 
     def scores(self, precision: "torch.autocast") -> dict[str, float]:
-        """Numbers beside the eval loss, by their names. precision: the engine's own. All ranks call it together."""
+        """Return more numbers for the evaluation, by name. precision: the engine's own. Collective."""
         return {}
 
     def why_over(self) -> str | None:
@@ -349,8 +342,8 @@ class Measure:
 
 
 class Asked(NamedTuple):
-    """What an extension measures of the model at every evaluation, in Plan.own. asks: makes its measure of the model,
-    on all ranks together, before the engine is started, which changes the model's modules; numbers: names of scores."""
+    """An extension's measure at every evaluation, in Plan.own. asks: creates the measure from the model, on all ranks
+    together, before the engine starts (it changes the model's modules); numbers: names of scores."""
 
     asks: Callable[["LlavaModel"], Measure]
     numbers: tuple[str, ...]
@@ -526,8 +519,7 @@ class MeshPart:
     divides: returns the parameters of a complete model that are split equally over the ranks once the engine has
     started;
     engine: returns more arguments of deepspeed.initialize, "config" on top of the resolved JSON; started: acts on the
-    new
-    engine; runner: builds the object that runs micro-batches, instead of engine/runner.py's Direct.
+    new engine; runner: builds the object that runs micro-batches, instead of engine/runner.py's Direct.
     """
 
     axis: str

@@ -42,25 +42,25 @@ class Trigger(NamedTuple):
 
 EXTENSIONS: dict[str, Trigger] = {
     "lora": Trigger(
-        "matrices beside the layers train in place of the layers, which may be packed (QLoRA)",
+        "small matrices train instead of the layers; the layers may be packed (QLoRA)",
         "lora_enable lora_modules lora_target_modules lora_r lora_alpha lora_rank_pattern "
         "lora_alpha_pattern use_rslora use_dora init_lora_weights modules_to_save lora_dropout lora_bias "
         "lora_weight_path bits quant_type double_quant no_double_quant",
         opens="adapter_config.json",
     ),
     "preference": Trigger(
-        "of two answers the better one: direct preference optimisation, and reward models",
+        "the better of two answers: direct preference optimisation, and reward models",
         "beta loss_type label_smoothing rpo_alpha simpo_gamma ref_model_name_or_path reward_loss "
         "center_rewards_coefficient",
         adds={
             "objective": {
-                "dpo": "of two answers the chosen one, from records with chosen and rejected",
-                "reward": "a score of answers, from such records too (docs/preference.md)",
+                "dpo": "the chosen of two answers, from records with chosen and rejected",
+                "reward": "a score for answers, from the same records (docs/preference.md)",
             }
         },
     ),
     "rl": Trigger(
-        "answers that the model draws, and rewards judge: reinforcement learning",
+        "reinforcement learning: the model draws answers, and rewards judge them",
         "beta loss_type reward_funcs reward_weights reward_model_name_or_path num_generations max_completion_length "
         "per_device_generation_batch_size vllm_server temperature top_k top_p dynamic_sample max_resample_times "
         "num_iterations epsilon epsilon_high importance_sampling_level scale_rewards mask_truncated_completions "
@@ -75,12 +75,12 @@ EXTENSIONS: dict[str, Trigger] = {
         },
     ),
     "planning": Trigger(
-        "the memory and the speed of a run before it starts, and what fits",
+        "a run's memory and speed before it starts, and settings that fit",
         "",
         values={"deepspeed_config": ("auto",), "tokens_per_micro_batch": ("auto",), "dry_run": (True,)},
     ),
     "auto_layers": Trigger(
-        "as few layers are recomputed as memory allows, which is measured before the first step",
+        "as few layers are recomputed as memory allows, measured before the first step",
         values={"gradient_checkpointing": ("auto",)},
     ),
     "sequence_parallel": Trigger(
@@ -94,7 +94,7 @@ EXTENSIONS: dict[str, Trigger] = {
         keys="tensor_parallel",
     ),
     "pipeline": Trigger(
-        "ranks have some of the layers each",
+        "each rank has some of the layers",
         "pipeline_parallel_size pp_size",
         keys="pipeline",
     ),
@@ -104,8 +104,8 @@ EXTENSIONS: dict[str, Trigger] = {
         always=True,
         schemes="*",
     ),
-    "streaming": Trigger("training begins while the data are encoded", "stream shuffle_buffer_size"),
-    "infer": Trigger("answers of a model, in the terminal, in a browser and to other programs", ""),
+    "streaming": Trigger("training starts while the data are encoded", "stream shuffle_buffer_size"),
+    "infer": Trigger("a model's answers in the terminal, in a browser and for other programs", ""),
     "benchmarks": Trigger(
         "scores on benchmarks, also while a run trains",
         "eval_tasks",
@@ -133,13 +133,13 @@ EXTENSIONS: dict[str, Trigger] = {
     "mlp_tiles": Trigger("MLPs on some tokens at a time, for long samples", "mlp_tile_tokens"),
     "compile": Trigger("layers compiled by torch.compile", "torch_compile torch_compile_backend"),
     "spikes": Trigger(
-        "jumps of the loss, written down or undone",
+        "spikes of the loss, recorded or undone",
         "on_loss_spike loss_spike_sigma loss_spike_window",
         always=True,
         leaves="loss_spikes.jsonl",
     ),
     "replicas": Trigger("copies of the weights are compared between ranks", "check_divergence_steps", always=True),
-    "ema": Trigger("a moving average of the weights, exported beside the model", "enable_ema ema_decay", leaves="ema"),
+    "ema": Trigger("a moving average of the weights, exported with the model", "enable_ema ema_decay", leaves="ema"),
     "mixtures": Trigger(
         "mixtures of experts: language models with them, and dense ones whose MLPs become them (MoE-LLaVA's stage 3)",
         "moe_enable num_experts top_k_experts moe_mode moe_layers_idx use_residual capacity_factor min_capacity "

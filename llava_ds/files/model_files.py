@@ -33,9 +33,9 @@ JSON_FILES = (
     "video_preprocessor_config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json",
 )  # fmt: skip
-ADAPTER_CONFIG = "adapter_config.json"  # of a folder with an adapter, and no model
+ADAPTER_CONFIG = "adapter_config.json"  # in an adapter's folder, without a model
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # what peft reads, newest first
-BESIDE_ADAPTER = "non_lora_trainables.bin"  # what LLaVA writes beside an adapter
+BESIDE_ADAPTER = "non_lora_trainables.bin"  # LLaVA writes this next to an adapter
 OTHER_FILES = ("tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja")
 TEMPLATES_FOLDER = "additional_chat_templates"  # transformers opens its files as well
 # Vocabularies of transformers' other tokenizers, for whatever class a folder names.
@@ -76,7 +76,7 @@ def own_file(file: Path) -> Path:
     try:
         folder, real = file.parent.resolve(), file.resolve()
     except RuntimeError:  # raised by pathlib before Python 3.13
-        raise DataError(f"{file} is a link that leads to itself: copy the file there") from None
+        raise DataError(f"{file} is a link to itself: copy the file there") from None
     rooms = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
     if not any(real.is_relative_to(room) for room in rooms):
         raise DataError(f"{file} leads to {real}, outside its folder: copy the file there")
@@ -166,8 +166,9 @@ def size_problem(config: dict, path: str = "") -> str | None:
 def check_folder(path: str | Path, where: str) -> None:
     """Check every file that transformers or tokenizers may open themselves in a folder, whatever its name.
 
-    A checked folder is not read again until a file in it changes. Raises ConfigError for a file outside the folder, one
-    that is irregular, too large, too deeply nested or not a JSON object, and one that names a file elsewhere.
+    A checked folder is not read again until a file in it changes. Raises ConfigError for files outside the folder,
+    irregular files, files that are too large, too deeply nested or not a JSON object, and files that name others
+    elsewhere.
     """
     folder = Path(path)
     if problem := utf8_problem(str(path)):
@@ -197,7 +198,7 @@ def _stamps(folder: Path) -> tuple[tuple[str, Stamp], ...]:
         elif file.is_dir() and name in (*JSON_FILES, *OTHER_FILES):
             raise DataError(f"{file} is not a regular file: copy the folder again")
         elif not file.is_dir() and name in (*JSON_FILES, *OTHER_FILES):
-            raise DataError(f"{file} is a link that leads nowhere: copy the file there")
+            raise DataError(f"{file} is a broken link: copy the file there")
     return tuple(stamps)
 
 

@@ -1,4 +1,4 @@
-"""A function of a Python file that a flag names, which runs with the user's rights."""
+"""Load a function from a Python file that a flag names. It runs with the user's rights."""
 
 import importlib.util
 import math
@@ -13,8 +13,8 @@ def function_of_file(
 ) -> Callable[[list[str], list[str], list[str], list[str]], list[float]]:
     """Load path.py:function: a function from prompts, completions, references and ids to a list of numbers.
 
-    The file is run. may_skip: the function may return None for a completion, which becomes nan. Raises ConfigError if
-    there is no such function; the returned function raises DataError if the user's does not return such a list.
+    The file is run. may_skip: the function may return None for a completion (becomes nan). Raises ConfigError if the
+    function is missing; the returned function raises DataError if the user's does not return such a list.
     """
     path, _, function_name = name.rpartition(":")
     file = Path(path).expanduser()

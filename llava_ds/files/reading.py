@@ -61,7 +61,7 @@ def why_not_regular(path: Path) -> str | None:
     try:
         open_regular(path).close()
     except FileNotFoundError:
-        return "it is a link that leads nowhere" if path.is_symlink() else None
+        return "it is a broken link" if path.is_symlink() else None
     except DataError as error:
         return str(error)
     except OSError as error:

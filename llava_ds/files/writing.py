@@ -220,7 +220,7 @@ def damage(folder: Path, name: str, entry: Entry, hashed: bool = True) -> str | 
     """Describe how a file differs from its entry; None if it matches. hashed: read the content, not only the size."""
     try:
         if not (folder / name).resolve().is_relative_to(folder.resolve()):
-            return f"{name} is a link that leads out of the checkpoint"
+            return f"{name} is a link to a place outside the checkpoint"
         with open_regular(folder / name) as file:
             size = os.fstat(file.fileno()).st_size
         if size != entry["bytes"]:

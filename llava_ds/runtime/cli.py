@@ -18,7 +18,7 @@ from llava_ds.runtime.processes import RUNNER_MODULE
 COMMANDS = {
     "train": ("train.py", "train on all GPUs of this machine (without one: one process on the CPU)"),
     "evaluate": ("evaluate.py", "score a model on questions that it was not trained on"),
-    "chat": ("chat.py", "ask a model about images"),
+    "chat": ("chat.py", "chat with a model about images"),
     "export": ("export.py", "turn a checkpoint or a model folder into a model folder"),
     "encode": ("encode.py", "check and encode data ahead of training, on any number of machines"),
     "inspect": ("inspect_data.py", "show what would be trained on"),
@@ -26,7 +26,7 @@ COMMANDS = {
     "doctor": ("doctor.py", "check whether training can start on this machine"),
     "report": ("report.py", "write the report of a run"),
     "compare": ("compare.py", "compare runs"),
-    "verify": ("verify.py", "tell which checkpoints are whole"),
+    "verify": ("verify.py", "check which checkpoints are complete"),
 }
 # An extension's script is deleted with the extension.
 COMMANDS = {name: command for name, command in COMMANDS.items() if (RUN / command[0]).exists()}
@@ -45,7 +45,7 @@ def main() -> NoReturn:
 
 
 def run_command() -> None:
-    """Run the command's script, which ends the process; for training, become deepspeed's launcher first."""
+    """Run the command's script and end the process; for training, become deepspeed's launcher first."""
     launcher_flags, name, argv = split(sys.argv[1:])
     if name in (*HELP, "--version"):
         print(__version__ if name == "--version" else usage())
@@ -73,7 +73,7 @@ def split(words: list[str]) -> tuple[list[str], str, list[str]]:
         raise ConfigError(f"unknown command {words[0]!r}: {hint}")
     before, name = words[:at], words[at]
     if before and (name not in LAUNCHED or not before[0].startswith("-")):
-        raise ConfigError(f"{' '.join(before)} stands before {name}: only flags of deepspeed's launcher go there")
+        raise ConfigError(f"{' '.join(before)} before {name}: only flags of deepspeed's launcher are allowed there")
     return before, name, words[at + 1 :]
 
 
@@ -131,6 +131,6 @@ def usage() -> str:
             "",
             *(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()),
             "",
-            f"The scripts are in {RUN}: deepspeed, torchrun and srun start them, too.",
+            f"The scripts are in {RUN}: deepspeed, torchrun and srun can start them directly.",
         ]
     )

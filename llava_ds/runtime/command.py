@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 def _unknown(token: str, known: list[str]) -> str:
     flag = token.split("=", 1)[0]
     if not flag.startswith("-"):
-        return f"unexpected argument {flag!r}: every value belongs behind a --flag"
+        return f"unexpected argument {flag!r}: every value needs a --flag before it"
     return f"unknown flag {flag}: {did_you_mean(flag, known, '--help lists all flags')}"
 
 
@@ -70,7 +70,7 @@ def given_path(text: str) -> str:
 
 
 def new_folder(text: str) -> str:
-    """The `type=` of a flag that names an output folder, which may not exist yet."""
+    """Check a flag's output folder, for argparse's `type=`. It does not have to exist."""
     if problem := utf8_problem(text):
         raise argparse.ArgumentTypeError(problem)
     if not can_be_made(given_path(text)):
@@ -82,8 +82,7 @@ def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends
     """Prepare this process for a command. Call it before importing libraries that take seconds and print.
 
     program: name in messages, like "run/chat.py"; reads: parses the flags, so that --help and wrong flags end the
-    process
-    now; ends_without_reader: see keep_streams.
+    process now; ends_without_reader: see keep_streams.
     """
     keep_streams(ends_without_reader)
     if os.environ.get("HOME") == "":
@@ -120,8 +119,7 @@ def exit_with(
 
     explain: adds to a message about bad input where the values come from.
     Other exit codes: 2 with one message if the user's input can't be used, memory ran out, or a command that only
-    prints
-    can't write stdout; 130 without a message on Ctrl-C; 1 with a traceback on a failure.
+    prints can't write stdout; 130 without a message on Ctrl-C; 1 with a traceback on a failure.
     """
     try:
         _handle_interrupts(_raise_interrupt)
@@ -162,7 +160,7 @@ def exit_for_interrupt() -> NoReturn:
             with contextlib.suppress(psutil.NoSuchProcess):
                 getattr(child, signalled)()
         _, children = psutil.wait_procs(children, timeout=ENDING_S)
-    os._exit(EXIT_INTERRUPTED)  # without a flush, which might print a line twice
+    os._exit(EXIT_INTERRUPTED)  # without a flush: it might print a line twice
 
 
 def _handle_interrupts(interrupt: Callable[[], NoReturn]) -> None:

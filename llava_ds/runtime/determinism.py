@@ -24,7 +24,7 @@ def use_deterministic_kernels(environment: MutableMapping[str, str] = os.environ
     """
     if environment.setdefault(WORKSPACE, WORKSPACES[0]) not in WORKSPACES:
         raise ConfigError(
-            f"--deterministic needs {WORKSPACE} to be {' or '.join(WORKSPACES)}, this is {environment[WORKSPACE]}: "
+            f"--deterministic needs {WORKSPACE} to be {' or '.join(WORKSPACES)}, but it is {environment[WORKSPACE]}: "
             "unset it"
         )
     torch.use_deterministic_algorithms(True)
@@ -38,6 +38,6 @@ def about_nondeterministic(error: BaseException) -> str | None:
     if not isinstance(error, RuntimeError) or found is None:
         return None
     return (
-        f"--deterministic: {found[1]}, which this model uses, has no deterministic form in torch {torch.__version__}. "
-        "Leave the flag out: a resume then equals the whole run up to rounding on GPUs"
+        f"--deterministic: torch {torch.__version__} has no deterministic form of {found[1]}, and this model uses it. "
+        "Leave the flag out: a resumed run then equals an uninterrupted one up to rounding on GPUs"
     )

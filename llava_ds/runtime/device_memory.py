@@ -9,7 +9,7 @@ import torch
 from llava_ds.runtime.ranks import local_ranks
 
 GB = 10**9
-NEARLY_FULL = 512 * 10**6  # bytes free, too few for libraries' workspaces
+NEARLY_FULL = 512 * 10**6  # bytes; with less free, libraries can't allocate their workspaces
 # Out-of-memory messages of CUDA, its libraries, NCCL, Triton and torch's CPU allocator.
 SURE = re.compile(
     r"(CUDA|HIP|Cuda|NCCL|nccl|Triton)\b.*out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY"
@@ -55,7 +55,7 @@ def in_use(device: torch.device) -> str:
         try:
             free, total = torch.cuda.mem_get_info(device)
         except RuntimeError:
-            return "the device can't be asked any more"
+            return "the device no longer responds"
         return (
             f"{torch.cuda.memory_allocated(device) / GB:.1f} GB in use, "
             f"{torch.cuda.memory_reserved(device) / GB:.1f} reserved, {free / GB:.1f} of {total / GB:.1f} free"

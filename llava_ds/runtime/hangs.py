@@ -17,14 +17,11 @@ class Beat:
     """The state of a rank.
 
     phase: one of PHASES; step: the current or last one; seconds: time in this phase and step, or since the last
-    progress
-    in phases other than step; limit: of these seconds, or None; where: innermost line of the main thread; waits: True
-    if
-    that line is in a collective or reads from the device; step_s: seconds in steps so far; busy_s: part of step_s
-    without
-    waiting; ends: reason for ending the run, None if it doesn't; hangs: True if it ends because nothing progresses;
-    leaves: True if it ends on request; queues: True if it queues GPU work, whose queue may be full; speaker: rank that
-    prints the end.
+    progress in phases other than step; limit: of these seconds, or None; where: innermost line of the main thread;
+    waits: True if that line is in a collective or reads from the device; step_s: seconds in steps so far; busy_s: part
+    of step_s without waiting; ends: reason for ending the run, None if it doesn't; hangs: True if it ends because
+    nothing progresses; leaves: True if it ends on request; queues: True if it queues GPU work (the queue may be full);
+    speaker: rank that prints the end.
     """
 
     rank: int
@@ -77,7 +74,8 @@ def behind(known: list[Known], silent_after_s: float) -> tuple[list[Known], str]
     """Return the ranks that the others wait for, and the evidence.
 
     In this order: ranks without a sign of life; ranks in an earlier phase or step than others; ranks whose main thread
-    neither waits nor queues GPU work, unlike others'; ranks that queue, if others wait. Empty if all ranks wait alike.
+    does other work than waiting or queuing GPU work, unlike others'; ranks that queue, if others wait. Empty if all
+    ranks wait alike.
     """
     silent = [each for each in known if each.silent_s > silent_after_s and each.beat.phase != "done"]
     if silent:
@@ -85,12 +83,12 @@ def behind(known: list[Known], silent_after_s: float) -> tuple[list[Known], str]
     first = min(each.beat.position for each in known)
     last = [each for each in known if each.beat.position == first]
     if len(last) < len(known):
-        return last, "the others are further"
+        return last, "the other ranks are ahead"
     awake = [each for each in known if not each.beat.waits]
     at_work = [each for each in awake if not each.beat.queues] or awake
     if at_work and (len(at_work) < len(known) or len(known) == 1):
-        return at_work, "the others wait for it in a collective" if len(known) > 1 else "it makes no progress"
-    return [], "all wait alike: the ranks' collectives don't match, or the network between them lost one"
+        return at_work, "the other ranks wait for it in a collective" if len(known) > 1 else "it makes no progress"
+    return [], "all ranks wait: their collectives don't match, or the network lost one"
 
 
 def standstill(known: list[Known], silent_after_s: float, samples: dict[int, str]) -> str:
@@ -99,14 +97,14 @@ def standstill(known: list[Known], silent_after_s: float, samples: dict[int, str
     samples: text about a rank's samples, by rank.
     """
     late, how = behind(known, silent_after_s)
-    lines = [] if late else [f"the run stands still, and no rank is behind: {how}"]
+    lines = [] if late else [f"the run hangs, and no rank holds up the others: {how}"]
     for each in late:
         state = f", its process is {each.state}" if each.state else ""
         quiet = f" for {each.silent_s:.0f} s{state}" if each.silent_s > silent_after_s else ""
         at = f", at {each.beat.where}" if each.beat.where else ""
         on = samples.get(each.beat.rank, "")
         lines.append(
-            f"the run stands still: {each.name} is behind ({how}{quiet}), {place(each.beat)} for "
+            f"the run hangs: {each.name} holds it up ({how}{quiet}), {place(each.beat)} for "
             f"{each.seconds:.0f} s{at}{on}"
         )
     others: dict[str, list[Known]] = {}
@@ -123,12 +121,12 @@ def standstill(known: list[Known], silent_after_s: float, samples: dict[int, str
 def place(beat: Beat) -> str:
     """Describe a rank's position in the run."""
     return {
-        "start": "in its start",
+        "start": "at startup",
         "step": f"in step {beat.step:,}",
         "evaluation": f"evaluating after step {beat.step:,}",
         "save": f"saving after step {beat.step:,}",
-        "export": "writing the result",
-        "done": "at its end",
+        "export": "exporting the model",
+        "done": "at the end of the run",
     }[beat.phase]
 
 

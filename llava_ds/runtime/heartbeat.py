@@ -3,7 +3,7 @@
 Sent by UDP, one packet a second: no collective and no server, so that a rank's end never silences the others. A packet
 is JSON and carries this run's secret; other packets are ignored.
 Up to MOST_IN_A_MESH ranks, every rank hears all. With 512 ranks that would be a quarter of a million packets a second:
-beyond the limit a rank sends to the ranks of its machine and to WATCHERS watchers, which exchange beats with everybody.
+beyond the limit a rank sends to the ranks of its machine and to WATCHERS watchers; watchers exchange beats with all.
 Each watcher can judge the run alone; if none is left, every rank judges. No relay exists whose end would lose beats.
 A beat that ends the run always goes to all ranks.
 """
@@ -23,7 +23,7 @@ from llava_ds.runtime.hangs import PHASES, Beat
 from llava_ds.runtime.processes import process_namespace
 from llava_ds.runtime.ranks import Ranks, address_towards, gather, local_ranks
 
-MOST_BYTES = 1400  # of a packet: fits into one Ethernet frame
+MOST_BYTES = 1400  # in a packet: fits into one Ethernet frame
 MOST_PACKETS = 4096  # read at once: flooding the port does not keep the thread busy
 RECEIVE_BYTES = 4 * 2**20  # requested; the kernel's default holds 256 packets, and net.core.rmem_max may not allow more
 MOST_IN_A_MESH = 64  # up to this many ranks, every rank hears all
@@ -71,7 +71,7 @@ class Peer:
 
 
 def watchers(world_size: int) -> frozenset[int]:
-    """Return the ranks that hear all: evenly spaced, so on different machines. Rank 0 is one of them."""
+    """Return the ranks that hear all: evenly spaced, so on different machines. They include rank 0."""
     count = world_size if world_size <= MOST_IN_A_MESH else WATCHERS
     return frozenset(i * world_size // count for i in range(count))
 
@@ -102,7 +102,7 @@ class Peers:
         self._others, listeners = others, self.listeners_of(self.rank)
         self._listeners = [rank for rank in others if rank in listeners]
         self.heard_ranks = frozenset((*self._listeners, self.rank))
-        self._processes: dict[int, int] = {}  # by their descriptors, which become readable when the process is gone
+        self._processes: dict[int, int] = {}  # by descriptor; it becomes readable when the process is gone
         for rank, peer in enumerate(self.all):
             if rank != ranks.rank and peer.is_here and hasattr(os, "pidfd_open"):
                 with contextlib.suppress(OSError):  # an old kernel, or a system that only resembles Linux

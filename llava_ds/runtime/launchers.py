@@ -1,4 +1,4 @@
-"""Launchers' variables: translates those of srun and mpirun to the names of deepspeed's launcher and torchrun."""
+"""Translate the variables of srun and mpirun to the names that deepspeed's launcher and torchrun use."""
 
 import contextlib
 import random
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from llava_ds.constants import ConfigError, in_short
 
 TORCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# The launchers' numeric variables, with the smallest value of each.
+# The launchers' numeric variables, with their smallest values.
 RANK_NUMBERS = {
     "RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "LOCAL_SIZE": 1, "MASTER_PORT": 1,
 }  # fmt: skip
@@ -31,16 +31,15 @@ def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], str | No
     """Return the variables of this rank that its launcher left unset, and a line to print or None.
 
     Supports deepspeed and torchrun (they set all), srun and Open MPI's mpirun; without a launcher, the process is the
-    only
-    rank. The user's MASTER_ADDR and MASTER_PORT are kept.
+    only rank. The user's MASTER_ADDR and MASTER_PORT are kept.
     Raises ConfigError if the launcher sets too few variables.
     """
     if "RANK" in environ:
         missing = [name for name in TORCH_VARIABLES if name not in environ]
         if missing:
             raise ConfigError(
-                f"RANK is set, but {', '.join(missing)} not: start with deepspeed, torchrun or srun, which set all of "
-                f"{', '.join(TORCH_VARIABLES)}, or set these too"
+                f"RANK is set, but {', '.join(missing)} not: start with deepspeed, torchrun or srun, or set all of "
+                f"{', '.join(TORCH_VARIABLES)}"
             )
         return {}, None
     if (names := _names(environ)) is SRUN:
@@ -62,8 +61,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
     """Raise ConfigError, one line each, for rank variables that are malformed or contradict each other.
 
     Every variable that is set has to be well-formed, because libraries read them as well. A process is a rank if RANK
-    is
-    set, under torch's name or another launcher's.
+    is set, under torch's name or another launcher's.
     """
     problems, numbers, names = [], {}, _names(environ)
     own_name = {name: name if name in environ else names.get(name, name) for name in RANK_NUMBERS}
@@ -82,13 +80,15 @@ def check_variables(environ: Mapping[str, str]) -> None:
         size = next((size for size in sizes if size in numbers), None)
         if name in numbers and size is not None and numbers[name] >= numbers[size]:
             problems.append(
-                f"{own_name[name]} is {numbers[name]}, but {own_name[size]} is {numbers[size]}: ranks count from 0 to "
-                f"{numbers[size] - 1}, and would wait forever for one that is not among them"
+                f"{own_name[name]} is {numbers[name]}, but {own_name[size]} is {numbers[size]}: expected 0 to "
+                f"{numbers[size] - 1}; the other ranks would wait forever for the missing one"
             )
     if "RANK" in environ and not environ.get("MASTER_ADDR", "unset").strip():
         problems.append("MASTER_ADDR is empty: expected the name or address of rank 0's machine")
     if problems:
-        raise ConfigError("\n".join([*problems, "unset what no launcher has set, or start with deepspeed or torchrun"]))
+        raise ConfigError(
+            "\n".join([*problems, "unset these variables if no launcher set them, or start with deepspeed or torchrun"])
+        )
 
 
 def _names(environ: Mapping[str, str]) -> Mapping[str, str]:
@@ -106,9 +106,7 @@ def _from_srun(environ: Mapping[str, str]) -> dict[str, str]:
     # Task 0 runs on the step's first node, unless the user gave srun another distribution.
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if nodes is None and "MASTER_ADDR" not in environ:
-        raise ConfigError(
-            "neither SLURM_STEP_NODELIST nor MASTER_ADDR is set: export MASTER_ADDR, the first node's name"
-        )
+        raise ConfigError("SLURM_STEP_NODELIST and MASTER_ADDR are not set: export MASTER_ADDR=<the first node's name>")
     here = tasks_on(_number(environ, "SLURM_NODEID", least=0), environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     # Jobs that share a node get different ports, below those that Linux gives to outgoing connections.
     number = 31 * _number(environ, "SLURM_JOB_ID", least=0) + _number(environ, "SLURM_STEP_ID", least=0)
@@ -124,8 +122,8 @@ def _from_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
     found = _renamed(environ, OPEN_MPI, "mpirun")
     if "MASTER_ADDR" not in environ and found["LOCAL_WORLD_SIZE"] != found["WORLD_SIZE"]:
         raise ConfigError(
-            "mpirun started ranks on several machines, but MASTER_ADDR is not set, and Open MPI does not tell where "
-            "rank 0 is: give mpirun -x MASTER_ADDR=<name or address of the first machine>"
+            "mpirun started ranks on several machines, but MASTER_ADDR is not set, and Open MPI has no variable for "
+            "rank 0's machine: give mpirun -x MASTER_ADDR=<name or address of the first machine>"
         )
     return {**found, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(DEFAULT_PORT)}
 
@@ -192,7 +190,7 @@ def free_port() -> int:
         with contextlib.suppress(OSError), socket.socket() as listener:
             listener.bind(("127.0.0.1", port))
             return port
-    raise ConfigError("no free port was found on 127.0.0.1: set MASTER_PORT to one")
+    raise ConfigError("found no free port on 127.0.0.1: set MASTER_PORT to a free one")
 
 
 def is_loopback_name(host: str) -> bool:

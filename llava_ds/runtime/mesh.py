@@ -1,5 +1,5 @@
-"""The axes over which ranks share a model and its data: dp, of data with ZeRO, and those that extensions add to it, or
-make of ranks inside it."""
+"""The mesh axes over which ranks share a model and its data: dp (data parallelism with ZeRO), axes that extensions
+add, and axes inside dp."""
 
 import itertools
 import math
@@ -13,13 +13,13 @@ from llava_ds.constants import ConfigError
 from llava_ds.extensions.base import Axis, MeshPart
 from llava_ds.runtime.ranks import Ranks
 
-Group = torch.distributed.ProcessGroup | None  # None: all ranks, or none beside this one, as its owner says
+Group = torch.distributed.ProcessGroup | None  # None: all ranks, or this one alone, as the field's docstring says
 DATA = "dp"
 
 
 class Place(NamedTuple):
-    """This rank's place on an axis: the index-th of size. group: of these ranks, None for a rank that is alone;
-    divides_model: as in Axis."""
+    """This rank's index on an axis of `size` ranks. group: these ranks' group, None for one rank; divides_model: see
+    Axis."""
 
     index: int = 0
     size: int = 1
@@ -31,11 +31,11 @@ class Place(NamedTuple):
 class Mesh:
     """This rank's place on every axis. Data, gradients and counts follow the mesh; files and messages follow Ranks.
 
-    dp: groups of ranks with different samples, and dp_rank the place of this rank's among them; places: this rank's on
-    the other axes, by name, and in_data on those inside the data axis.
-    shared_host_group: of all ranks with the same samples, for what lies on the host. data_group: the ranks that hold
-    the same parameters and parts of matrices, over which counts, losses and gradients are summed (None: all ranks).
-    parts: what the axes need of a run.
+    dp: number of rank groups with different samples; dp_rank: index of this rank's group; places: this rank's place on
+    every other axis, by name; in_data: the same for axes inside dp.
+    shared_host_group: all ranks with the same samples, for tensors on the host. data_group: the ranks that hold the
+    same parameters and parts of matrices; counts, losses and gradients are summed over it (None: all ranks).
+    parts: the extensions' functions for their axes.
     """
 
     dp: int
@@ -48,7 +48,7 @@ class Mesh:
 
     @classmethod
     def of(cls, ranks: Ranks, axes: Sequence[Axis] = (), parts: tuple[MeshPart, ...] = ()) -> "Mesh":
-        """Lay out all ranks, by the axes' order. All call it together. Raises ConfigError for axes that don't fit."""
+        """Lay out all ranks, in the axes' order. Collective. Raises ConfigError for axes that don't fit."""
         check_sizes(ranks.world_size, axes)
         inner, axes = [axis for axis in axes if axis.in_data], [axis for axis in axes if not axis.in_data]
         shared = math.prod(axis.size for axis in axes)
@@ -61,7 +61,7 @@ class Mesh:
             rest, own[name] = divmod(rest, size)
 
         def group_along(along: Collection[str], backend: str | None = None) -> Group:
-            """The group of the ranks that differ from this one on some axes alone."""
+            """Return the group of ranks that differ from this one only on these axes."""
             others = [i for i, name in enumerate(names) if name not in along]
             inside = [i for i, name in enumerate(names) if name in along]
             rows = grid.permute(*others, *inside).reshape(-1, math.prod(sizes[i] for i in inside))
@@ -84,27 +84,27 @@ class Mesh:
         )
 
     def at(self, axis: str) -> Place:
-        """This rank's place on an axis, which the mesh may not have."""
+        """Return this rank's place on an axis; index 0 of 1 if the mesh lacks the axis."""
         return self.places.get(axis) or self.in_data.get(axis, Place())
 
     @property
     def part(self) -> Place:
-        """This rank's place among those that share the tokens of every micro-batch."""
+        """This rank's place among the ranks that share every micro-batch's tokens."""
         return next((place for place in self.places.values() if not place.divides_model), Place())
 
     @property
     def grad_ranks(self) -> int:
-        """Ranks over which the engine averages gradients: the factor that turns its average into a sum."""
+        """Number of ranks over which the engine averages gradients: the factor from its average to the sum."""
         return self.dp * self.part.size
 
     @property
     def shared(self) -> int:
-        """Ranks with the same samples."""
+        """Number of ranks with the same samples."""
         return math.prod(place.size for place in self.places.values())
 
     @property
     def shared_rank(self) -> int:
-        """This rank's place among those with the same samples."""
+        """This rank's index among the ranks with the same samples."""
         found = 0
         for place in self.places.values():
             found = found * place.size + place.index
@@ -112,23 +112,23 @@ class Mesh:
 
     @property
     def is_divided(self) -> bool:
-        """True if no rank has the whole model, whatever ZeRO shards."""
+        """True if the axes divide the model, so that no rank has all of it even at ZeRO stage 0."""
         return any(place.divides_model for place in (*self.places.values(), *self.in_data.values()))
 
     def adapt(self, model: torch.nn.Module) -> None:
-        """Let a model with its weights take what this rank has of micro-batches."""
+        """Change a model (after its weights are loaded) to accept this rank's part of a micro-batch."""
         for part in self.parts:
             if part.adapt is not None:
                 part.adapt(model, self)
 
     def complete(self, own: torch.Tensor) -> torch.Tensor:
-        """Sum what the ranks that share a micro-batch's tokens have of it. Backward gives each rank's own part the
-        gradient of the sum."""
+        """Sum over the ranks that share a micro-batch's tokens. Backward passes the sum's gradient to this rank's
+        part."""
         return own if self.part.size == 1 else _SumOver.apply(own, self.part.group)
 
 
 class _SumOver(torch.autograd.Function):
-    """Sum over ranks, each of which takes the same loss of the sum backward through its own part."""
+    """Sum over ranks. Backward passes the gradient on unchanged: every rank computes the same loss from the sum."""
 
     @staticmethod
     def forward(ctx, own: torch.Tensor, group: Group) -> torch.Tensor:
@@ -141,11 +141,11 @@ class _SumOver(torch.autograd.Function):
         return upstream, None
 
 
-ALONE = Mesh(1, 0)  # of a process that trains or reads a model on its own
+ALONE = Mesh(1, 0)  # for a single process that trains or reads a model
 
 
 def check_sizes(world_size: int, axes: Sequence[Axis]) -> None:
-    """Raise ConfigError for axes that don't fit so many ranks."""
+    """Raise ConfigError if the axes' sizes don't fit the number of ranks."""
     inner, axes = [axis for axis in axes if axis.in_data], [axis for axis in axes if not axis.in_data]
     product = math.prod(axis.size for axis in axes)
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
@@ -156,7 +156,7 @@ def check_sizes(world_size: int, axes: Sequence[Axis]) -> None:
         products = (p for p in itertools.product(divisors, repeat=len(given)) if world_size % math.prod(p) == 0)
         fitting = [" x ".join(map(str, sizes)) for sizes in products]
         raise ConfigError(
-            f"{' times '.join(given)} is {product}, which does not divide {world_size} ranks: give one of "
+            f"{' times '.join(given)} is {product}; this does not divide {world_size} ranks: give one of "
             f"{', '.join(fitting)}, or start another number of ranks"
         )
     for axis in inner:
@@ -177,7 +177,7 @@ def _not_dividing(given: str, world_size: int, divisors: Sequence[int]) -> Confi
 
 
 def _own_group(rows: torch.Tensor, backend: str | None = None) -> torch.distributed.ProcessGroup:
-    """The group of this rank's row. rows: (groups, ranks of each); all ranks call it together."""
+    """Create a group per row, and return the one with this rank. rows: (groups, ranks per group). Collective."""
     own, _ = torch.distributed.new_subgroups_by_enumeration(rows.tolist(), backend=backend)
     return own
 

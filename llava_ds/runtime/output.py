@@ -64,7 +64,7 @@ def check_output() -> None:
     if isinstance(file, _LastingFile) and file.ends and file.failure is not None:
         problem = f"{file.failure.strerror} ({errno.errorcode[file.failure.errno]})"
         raise ConfigError(
-            f"stdout could not be written, the output is cut off: {problem}: make room, or write elsewhere"
+            f"stdout could not be written, and the output is cut off: {problem}: free disk space, or write elsewhere"
         )
 
 

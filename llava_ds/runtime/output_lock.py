@@ -131,8 +131,7 @@ class OutputLock:
         """Take the lock on rank 0 before the ranks join, if all are on this machine; the other ranks wait for it.
 
         Otherwise a second start with the same port would join the first one's ranks. Raises ConfigError on rank 0 if
-        another
-        run holds the lock.
+        another run holds the lock.
         """
         variables = {**os.environ, **rank_variables(os.environ)[0]}
         here = int(variables.get("LOCAL_SIZE") or variables.get("LOCAL_WORLD_SIZE") or 1)
@@ -221,8 +220,8 @@ class OutputLock:
                 )
             if not warned:
                 warned = True
-                doing = "has been asked to stop" if holder.ending else "gives no sign of life yet"
-                print_first(f"--output_dir is held by {holder}, which {doing}: waiting")
+                doing = "is stopping" if holder.ending else "has shown no sign of life yet"
+                print_first(f"--output_dir is in use by another run ({holder}); it {doing}: waiting")
             time.sleep(TICK_S)
         return None
 
@@ -230,8 +229,7 @@ class OutputLock:
         """Take over from a dead holder, unless another start does.
 
         The right to take over is a file named after the dead holder's token; only one start can create it. If that
-        start dies
-        too, the next one's file is named after that start's token.
+        start dies too, the next one's file is named after that start's token.
         """
         token, passed = dead.token, []
         while not _create(own, right := self._path.with_name(f"{NAME}.after-{token}")):
@@ -261,13 +259,13 @@ class OutputLock:
                 self._holder = None
                 pids = " ".join(str(each.pid) for each in left)
                 raise ConfigError(
-                    f"--output_dir {self._path.parent} is in use: processes of an earlier run, whose rank 0 is gone, "
-                    f"have not ended within {LINGERING_S:.0f} s: kill -9 {pids}, or give another --output_dir"
+                    f"--output_dir {self._path.parent} is in use: rank 0 of an earlier run is gone, but its other "
+                    f"processes have not ended within {LINGERING_S:.0f} s: kill -9 {pids}, or give another --output_dir"
                 )
             if not warned:
                 warned = True
                 self._rewrite(ranks=tuple(left))
-                print_first(f"{len(left)} ranks of the run before, which was killed, are still ending: waiting")
+                print_first(f"{len(left)} ranks of the killed earlier run are still ending: waiting")
             time.sleep(TICK_S)
 
     def _remove_leftovers(self) -> None:
@@ -297,8 +295,7 @@ class OutputLock:
         """Return True if the file exists and is this run's. If it is another run's, exit: both would write.
 
         A run that is suspended for longer than SILENT_S (a suspended machine, a network disk that hangs) loses the lock
-        to a
-        start on another machine, so it has to check before it writes.
+        to a start on another machine, so it has to check before it writes.
         """
         found = _read(self._path)
         if found is None:  # removed by hand
@@ -306,7 +303,7 @@ class OutputLock:
         if found.token != self._holder.token:
             say_now(
                 f"run/train.py: error: --output_dir {self._path.parent} was taken over by another run "
-                f"({found}), for this one was silent: it ends, so that it does not write there too"
+                f"({found}), because this run was silent for too long. It ends now, so that it does not write there"
             )
             with contextlib.suppress(OSError):
                 self._scratch.unlink(missing_ok=True)
@@ -317,7 +314,7 @@ class OutputLock:
         """Renew the file, in the thread, and record a request to stop; exit if another run holds it."""
         due, warned = time.monotonic(), False
         while not self._released.wait(TICK_S):
-            with contextlib.suppress(OSError, ConfigError):  # of a disk on which saves fail as well, with a message
+            with contextlib.suppress(OSError, ConfigError):  # if the disk fails, saves fail as well, with a message
                 if self._is_ending() and not warned:
                     self._rewrite(ending=True)
                     warned = True
@@ -358,12 +355,12 @@ def _read(path: Path) -> Holder | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         if path.is_symlink():  # no lock could be created there either
-            raise ConfigError(f"{path} is a link that leads nowhere: remove it") from None
+            raise ConfigError(f"{path} is a broken link: remove it") from None
         return None
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{path} is no file of a run's: move it away")
+            raise ConfigError(f"{path} is not a regular file, as a run's lock is: move it away")
         text = file.read(MOST_BYTES)
     try:
         return _HOLDER.validate_json(text, strict=True)

@@ -30,7 +30,7 @@ RUNNER_MODULE = "deepspeed.launcher.runner"
 PR_SET_PDEATHSIG = 1  # prctl(2)
 LOOK_S = 0.5  # between checks of the launchers
 LOOKS = 5  # attempts at listing processes, if the list changes meanwhile
-GONE = "the process that started this run is gone"
+GONE = "the process that started this run has ended"
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class Above:
     """The launchers above this process.
 
     links: (child, parent) from this process up to the outermost launcher, empty without a launcher of ranks (a shell
-    may
-    end before its background processes); launcher: this machine's; lost: the reason why one of them must have ended
+    may end before its background processes); launcher: this machine's; lost: the reason why one of them must have ended
     before this process checked, None if none has.
     """
 
@@ -68,8 +67,7 @@ def look_above(environ: Mapping[str, str] = os.environ) -> Above:
     """Find the launchers of this process by their command lines.
 
     environ: variables set by deepspeed's launcher and torchrun; they distinguish a launcher that has already ended from
-    a
-    shell. Open MPI's mpirun and Slurm's step daemon are recognised by their variables alone.
+    a shell. Open MPI's mpirun and Slurm's step daemon are recognised by their variables alone.
     """
     parents, words = _ancestors()
     nearest = next((i for i, line in enumerate(words) if _starts_ranks(line)), None)
@@ -81,7 +79,7 @@ def look_above(environ: Mapping[str, str] = os.environ) -> Above:
     if nearest + 1 < len(parents) and _is_runner(words[nearest + 1]):
         outermost += 1
     elif DEEPSPEED_LAUNCHER in words[nearest] and _is_adopted(parents[nearest]):
-        return Above(launcher=parents[nearest].pid, lost=f"{GONE}: deepspeed's launcher runs on without it")
+        return Above(launcher=parents[nearest].pid, lost=f"{GONE}: deepspeed's launcher still runs")
     chain = [os.getpid(), *(process.pid for process in parents[: outermost + 1])]
     return Above(tuple(itertools.pairwise(chain)), parents[nearest].pid)
 
@@ -106,13 +104,13 @@ def _ancestors() -> tuple[list[psutil.Process], list[list[str]]]:
 
 def _ended_launcher(environ: Mapping[str, str], parents: list[psutil.Process], words: list[list[str]]) -> str | None:
     """Return the evidence of a launcher that has ended; None without any."""
-    remedy = "if nothing of the kind started this process, unset"
+    remedy = "if it did not start this process, unset"
     if {"RANK", "CROSS_RANK", "LOCAL_SIZE"} <= environ.keys():
-        return f"{GONE} (deepspeed's launcher set CROSS_RANK; {remedy} it)"
+        return f"{GONE} (deepspeed's launcher set CROSS_RANK; {remedy} CROSS_RANK)"
     # Any Python program may run torch's agent; process 1 adopts processes whose parent ended.
     agents = (process for process, line in zip(parents, words) if process.pid != 1 and _is_python(line))
     if {"RANK", "TORCHELASTIC_RUN_ID"} <= environ.keys() and next(agents, None) is None:
-        return f"{GONE} (torchrun set TORCHELASTIC_RUN_ID; {remedy} it)"
+        return f"{GONE} (torchrun set TORCHELASTIC_RUN_ID; {remedy} TORCHELASTIC_RUN_ID)"
     return None
 
 
@@ -134,8 +132,7 @@ def _is_adopted(process: psutil.Process) -> bool:
         if os.getsid(pid) != os.getsid(parent):
             return True
         # A container's first process shares its session with all others: a shell, an init, or a Python program of the
-        # user's
-        # that calls DeepSpeed's runner.
+        # user's that calls DeepSpeed's runner.
         return parent == 1 and not _is_python(_words(psutil.Process(1)))
     return False
 
@@ -177,9 +174,7 @@ class LauncherWatch:
 
     def _leave(self) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            say_now(
-                f"{self.above.lost or GONE}: leaving at once, for nothing is lost by it; the same command starts again"
-            )
+            say_now(f"{self.above.lost or GONE}: exiting at once, nothing is lost; the same command starts again")
         os._exit(EXIT_STOPPED)
 
 
@@ -288,18 +283,17 @@ def _value_of(answer) -> object:
     try:
         value, error = answer.recv()
     except EOFError:
-        raise DataError("a helping process was killed: this machine may lack memory") from None
+        raise DataError("a worker process was killed: this machine may be out of memory") from None
     if error is not None:
         raise error
     return value
 
 
 def obey_only_parent(_: int = 0) -> None:
-    """Ignore all signals in this data-loader worker except its parent's SIGTERM (for torch's worker_init_fn).
+    """Ignore all signals except the parent's SIGTERM, in a data-loader worker (for torch's worker_init_fn).
 
     Ctrl-C, a closed terminal and the launchers' SIGTERM reach every process: without this, the rank would lose the
-    batches
-    of its last step.
+    batches of its last step.
     """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -76,7 +76,7 @@ def check_same(values: dict[str, object], ranks: Ranks, remedy: str) -> None:
             held.setdefault(json.dumps(each.get(name), default=str, sort_keys=True), []).append(rank)
         if len(held) > 1:
             found = "; ".join(f"{value} on {format_ranks(holders)}" for value, holders in held.items())
-            problems.append(f"{name} is not the same on all ranks: {found}")
+            problems.append(f"{name} differs between ranks: {found}")
     if problems:
         raise ConfigError("\n".join([*problems, remedy]))
 
@@ -116,9 +116,9 @@ def check_shared_folder(folder: Path, flag: str, ranks: Ranks, wait_s: float = S
         (folder / name).unlink()
     if blind:
         raise ConfigError(
-            f"{flag} {folder}: {format_ranks(blind)} of {ranks.world_size} do not find there what rank 0 wrote, and a "
-            "checkpoint needs the files of all: name a folder on a file system that all machines share, or give "
-            "--save_strategy no"
+            f"{flag} {folder}: {format_ranks(blind)} of {ranks.world_size} do not see there a file that rank 0 wrote, "
+            "and a checkpoint needs the files of all ranks: name a folder on a file system that all machines share, or "
+            "give --save_strategy no"
         )
 
 
@@ -133,8 +133,7 @@ def first_rank_first(ranks: Ranks) -> Iterator[None]:
     """Let rank 0 through first, then the first rank of every other machine, then all others.
 
     Later ranks find in a cache the files that earlier ones wrote, on shared disks and on local ones. A user's error on
-    one
-    rank is raised on every rank, so that none is left in a collective.
+    one rank is raised on every rank, so that none is left in a collective.
     """
     turn = 0 if ranks.is_first else 1 if ranks.local_rank == 0 else 2
     for _ in range(turn):

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 HIDDEN = "<redacted>"
-LEAST_CHARACTERS = 8  # of a variable's value: a shorter one would match inside ordinary words
+LEAST_CHARACTERS = 8  # in a variable's value: a shorter one would match inside ordinary words
 
 _SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 # Whole words of a flag's or setting's name: --hub_token and api_key, but not tokens_per_micro_batch.
@@ -28,10 +28,8 @@ def redact(value: object, environ: Mapping[str, str] = os.environ) -> object:
     """Return the same text, list or dict with every secret replaced by <redacted>.
 
     Secrets: the value of a flag or key whose name has the word token, key, secret, password or credential; the value of
-    an
-    environment variable with one of these anywhere in its name; user and password in an address; and anything that
-    looks
-    like a token of the usual services. Other values are unchanged.
+    an environment variable with one of these anywhere in its name; user and password in an address; and anything that
+    looks like a token of the usual services. Other values are unchanged.
     """
     secrets = [
         text

@@ -1,4 +1,4 @@
-"""Scratch folders among a user's files: the next start removes those of killed processes."""
+"""Scratch folders among a user's files: the next start removes the folders that killed processes left."""
 
 import contextlib
 import hashlib

@@ -37,7 +37,7 @@ from llava_ds.runtime.ranks import Ranks, barrier, print_first
 from llava_ds.runtime.waiting import waiting
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # SIGHUP: the terminal was closed
-LAUNCHER_GONE, TIME_IS_OVER = 101, 102  # requests other than signals, whose numbers are smaller
+LAUNCHER_GONE, TIME_IS_OVER = 101, 102  # requests other than signals; signal numbers are smaller
 # One Ctrl-C arrives twice, from the terminal and as SIGTERM from the launcher; so does a signal to the process group.
 SAME_REQUEST_S = 2.0
 WAIT_S = 1.0  # time for the other tasks to end
@@ -60,8 +60,7 @@ class Agreement:
     """The maximum of one number per rank, known to all one step later, without waiting for any device.
 
     Each call starts a reduction over gloo, in a group of its own, and finishes the reduction of the previous call,
-    which is
-    done by then unless a rank is a whole step late.
+    which is done by then unless a rank is a whole step late.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -189,9 +188,9 @@ class Stopping:
         self._longest_save_s = max(seconds, self._longest_save_s or 0.0)
 
     def end(self, is_saved: bool) -> None:
-        """End training. is_saved: True if a checkpoint holds all of it.
+        """End training. is_saved: True if a checkpoint holds the last step.
 
-        Then a request ends the process at once, also one that came after the last boundary.
+        Then a request ends the process at once, even one that came after the last boundary.
         """
         if is_saved:
             self._phase = Phase.LEAVES
@@ -201,11 +200,10 @@ class Stopping:
     def leave(self, step: int, saved: str, resumable: bool, ranks: Ranks) -> int:
         """Print the saved state, and return the exit code. Collective; signals are ignored now.
 
-        saved: text saying whether the step was saved, and what the same command does next; resumable: True if the same
-        command
-        resumes, so that a batch system may start it again.
+        saved: text saying whether the step was saved, and the effect of the same command; resumable: True if the same
+        command resumes, so that a batch system may start it again.
         """
-        print_first(f"{_name_of(self._reason)}: stopped after step {step:,}, which is {saved}")
+        print_first(f"{_name_of(self._reason)}: stopped after step {step:,}: {saved}")
         barrier(ranks)
         if self._one_code:
             time.sleep(WAIT_S if ranks.is_first else 0.0)
@@ -248,14 +246,14 @@ class Stopping:
             # checkpoint.
             self._held = hold(self._above.launcher)
         if first and self._rank == 0:
-            again = f"again after {SAME_REQUEST_S:.0f} s (kill -TERM -{os.getpgrp()}) leaves at once"
+            again = f"again after {SAME_REQUEST_S:.0f} s (kill -TERM -{os.getpgrp()}) exits at once"
             then = "a checkpoint after this step, then the end" if self._phase is Phase.SAVES else "finishing the run"
             say_now(f"{_name_of(reason)}: {then}; {again}")
 
     def _leave_now(self, reason: int) -> None:
         self._on_leaving(_name_of(reason))
         if os.environ.get("RANK", "0") == "0":
-            say_now(f"{_name_of(reason)}: leaving at once, for nothing is lost by it; the same command starts again")
+            say_now(f"{_name_of(reason)}: exiting at once, nothing is lost; the same command starts again")
         first = not self._one_code or os.environ.get("SLURM_PROCID") == "0"
         if self._one_code and first:
             time.sleep(WAIT_S)

@@ -33,8 +33,7 @@ def exact_fp32() -> Iterator[None]:
 
 def _switch(matmul: bool, cudnn: bool) -> None:
     # torch 2.9 to 2.13 know each switch by two names. The older name sets both, but leaves cuDNN's newer one at "none";
-    # if
-    # only the newer one is set, code that reads the older one (torch.compile) raises an error about a mixture.
+    # if only the newer one is set, code that reads the older one (torch.compile) raises an error about a mixture.
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
     torch.backends.cuda.matmul.fp32_precision = "tf32" if matmul else "ieee"
     for operation in (torch.backends.cudnn.conv, torch.backends.cudnn.rnn):

@@ -1,7 +1,7 @@
 """Marks on a thread that waits for the device or for other ranks, read by the watchdog.
 
 Under NCCL a rank does not wait where it joins a collective, but at the next read from the device: in C, where CUDA
-spins. Neither the Python line nor processor time distinguishes such a wait from work.
+spins. Such a wait can't be distinguished from work by the Python line or by processor time.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ def queuing() -> contextlib.AbstractContextManager[None]:
 
 
 def note_progress() -> None:
-    """Record progress, in other processes, of what this thread waits for."""
+    """Record that the other processes that this thread waits for have made progress."""
     thread = threading.current_thread()
     setattr(thread, _PROGRESS, noted_progress(thread) + 1)
 

@@ -32,7 +32,7 @@ STEPS_LONGER = 4  # times the longest step so far: shorter steps are never too l
 WINDOW_S = 60.0  # over which ranks are compared
 WINDOWS_BETWEEN = 10  # between two lines about the same rank
 LAUNCHER_S = 10.0  # in which a launcher ends its ranks after one of them has ended
-PEER_IS_GONE = (  # words of gloo, NCCL and torch's store, which have no error type for it
+PEER_IS_GONE = (  # in messages of gloo, NCCL and torch's store: they have no error type for it
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
     "Did the remote server shutdown or crash",
 )  # fmt: skip
@@ -62,7 +62,7 @@ class Watchdog:
         self._place_key: tuple = ()
         self._noted = 0
         self._activity = Activity(self._on_gpu)
-        self._beats: dict[int, tuple[Beat, float]] = {}  # of every rank, with the time it was heard
+        self._beats: dict[int, tuple[Beat, float]] = {}  # every rank's last beat, with the time it was heard
         self._before: dict[int, tuple[float, float]] = {}  # busy_s and step_s at the last comparison
         self._next_report: dict[int, float] = {}  # slow ranks, with the earliest time to report them again
         self._sent_position = self._beat.position
@@ -98,7 +98,7 @@ class Watchdog:
             return
         if isinstance(error, Exception):
             self._raised(error)
-        else:  # the end, or SystemExit, which the other ranks reach by themselves
+        else:  # the end, or SystemExit: the other ranks reach it by themselves
             with self._sending:  # no earlier beat follows this one, and no rank's process ends before it is sent
                 self.set_phase("done", self._at[1])
                 self._send(replace(self._beat, phase="done", step=self._at[1], seconds=0.0, limit=self._limit("done")))
@@ -246,8 +246,8 @@ class Watchdog:
         )
         stacks = Path(self._training.output_dir) / "hang-rank<rank>.txt"
         return (
-            f"\n  the limit is {self._beat.limit or 0:.0f} s ({limits}; 0 is none). The stacks of all ranks that could "
-            f"write them are in {stacks}. The same command goes on from the newest checkpoint"
+            f"\n  the limit is {self._beat.limit or 0:.0f} s ({limits}; 0: no limit). The ranks' stacks are in "
+            f"{stacks}, if they could write them. The same command resumes from the newest checkpoint"
         )
 
     def _report_unheard(self, known: list[Known]) -> None:
@@ -260,7 +260,7 @@ class Watchdog:
             missing = sorted(self._peers.heard_ranks - heard)
             say(
                 f"watchdog: no heartbeat of {format_ranks(missing)} reached {self._name(self._ranks.rank)}: UDP "
-                "between the machines is blocked. Until it comes, no limit ends the run"
+                "between the machines is blocked. Until a heartbeat arrives, no time limit ends the run"
             )
 
     def _probe(self) -> None:
@@ -303,9 +303,9 @@ class Watchdog:
                 continue  # reported not long ago
             self._next_report[rank] = self._now + WINDOWS_BETWEEN * self._window_s
             say(
-                f"watchdog: {self._name(rank)} holds the others up: over {passed[rank][1]:.0f} s of steps it was at "
-                f"work for {part:.0%}, the others for {median:.0%} (median) and waited for it: {factor:.1f} times "
-                "their work"
+                f"watchdog: {self._name(rank)} holds up the others: over {passed[rank][1]:.0f} s of steps it worked "
+                f"for {part:.0%} of the time, {factor:.1f} times as long as the others ({median:.0%}, median), and "
+                "they waited for it"
             )
 
     def _ended_by(self, beat: Beat) -> None:
@@ -315,12 +315,12 @@ class Watchdog:
         if beat.hangs and beat.speaker == self._ranks.rank:  # the other rank judged first, and lets this one print
             say(f"run/train.py: error: {beat.ends}{self._about_limits()}")
         if beat.leaves and self._ranks.is_first:
-            say(f"run/train.py: {beat.ends}; the others end, too")
+            say(f"run/train.py: {beat.ends}; the other ranks end now")
         self._closed.wait(LAUNCHER_S)
         if self._closed.is_set():
             return  # this rank ended by itself
         if self._ranks.local_rank == 0 and self._peers.all[beat.rank].host != self._peers.all[self._ranks.rank].host:
-            say(f"{beat.ends} (so says {self._name(beat.rank)}): this machine's ranks end, too")
+            say(f"{beat.ends} (reported by {self._name(beat.rank)}): this machine's ranks end now")
         os._exit(EXIT_RANK_LOST)
 
     def _leave(self, message: str, speaks: bool, hangs: bool) -> None:

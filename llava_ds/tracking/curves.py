@@ -34,7 +34,7 @@ def machine_curves(run: RunFiles) -> list[Block]:
 
 
 def objective_curves(run: RunFiles) -> list[Block]:
-    """Return a chart of every number with a title, and of several means of a kind; empty for supervised training."""
+    """Return a chart per number with a title and per group of means; empty for supervised training."""
     found = dict.fromkeys(name for row in run.metrics for name in objective_numbers(row))
     titles = {name: number.title for name, number in known_numbers().items()} if found else {}
     each = [name for name in found if name.endswith("/mean") and name.count("/") == 2]  # several means of a kind
@@ -99,7 +99,7 @@ def _times(run: RunFiles) -> str:
     waiting, waits = run.column("data_wait_s")
     series = [
         Series("step", steps, running_mean(times), colour=0),
-        Series("of it waiting for data", waiting, running_mean(waits), colour=1),
+        Series("waiting for data", waiting, running_mean(waits), colour=1),
     ]
     return line_chart("Seconds per step (running mean)", series, log=False) if times else ""
 

@@ -13,8 +13,8 @@ FILE = "evals.jsonl"
 class EvalLoss(NamedTuple):
     """The result of an evaluation.
 
-    loss: mean over supervised tokens (or pairs of answers); tokens, samples: their numbers; by_source: mean of each
-    data source, if there are several; metrics: means of the objective's metrics.
+    loss: mean over supervised tokens (or pairs of answers); tokens, samples: their numbers; by_source: mean per data
+    source, if there are several; metrics: means of the objective's metrics.
     """
 
     loss: float
@@ -65,7 +65,7 @@ class Evals:
             row |= {"loss": loss, "supervised_tokens": tokens, "samples": samples, "broken_samples": broken, **metrics}
             row |= {"source_losses": by_source} if by_source else {}
             curves = {"loss": loss, **{f"loss/{name}": mean for name, mean in by_source.items()}, **metrics}
-            without = f", without {broken:,} that broke," if broken else ""
+            without = f" ({broken:,} broken ones left out)" if broken else ""
             print_first(
                 f"step {step:,}: the loss on {samples:,} eval samples{without} is {loss:.4f} ({seconds[0]:.1f} s)"
             )

@@ -1,15 +1,15 @@
 # T tokens, L tokens of one sample, S supervised positions, N image tiles
 """Useful floating-point operations of training, for MFU, from the configurations alone.
 
-A matrix costs 2 FLOPs per weight and token forward; backward costs 2 for the gradient of its input, if something
-trains in it or before it, and 2 for its own, if it trains. Attention costs 4 times the width of all heads per layer and
-pair of tokens of which one sees the other, L (L + 1) / 2 in a sample, and twice that backward. Where tokens of an image
-see each other, its P tokens are P (P - 1) / 2 more pairs. A layer with a state (the delta rule) has no pairs: for each
-token it costs 6 times the numbers in its states, which are read twice and changed once, and twice that backward.
+A matrix costs 2 FLOPs per weight and token forward; backward costs 2 for its input's gradient, if it or something
+before it trains, and 2 for its own gradient, if it trains. Attention costs 4 times the width of all heads per layer and
+pair of tokens in which one sees the other, L (L + 1) / 2 per sample, and twice that backward. Where an image's tokens
+see each other, its P tokens add P (P - 1) / 2 pairs. A layer with a state (the delta rule) has no pairs: per token it
+costs 6 times the numbers in its states (read twice, changed once), and twice that backward.
 
-Only what the maths of a step needs is counted: no padding, no recomputation, no blank images; every layer at every
-token, windows as full attention; the output layer at supervised positions only. Norms, activations and the optimizer
-are not counted, as is usual.
+Only the maths that a step needs is counted: no padding, no recomputation, no blank images; every layer at every token,
+windows as full attention; the output layer at supervised positions only. Norms, activations and the optimizer are not
+counted, as usual.
 Source: Chowdhery et al. 2022 (arXiv 2204.02311), appendix B.
 """
 
@@ -29,17 +29,18 @@ from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.vision import TowerPlan
 
 MATRICES = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d)  # a convolution in a layer with a state is depthwise
-SAMPLE = (1.25, 0.25)  # tokens of a sample for each token of its image, and the part of them that is supervised
+SAMPLE = (1.25, 0.25)  # a sample's tokens per image token, and the supervised fraction
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs, forward and backward, of a token in all layers of the language model, of a pair of tokens in its
-    attention, of a tile in tower and projector, and of a supervised position in the output layer. per_tile_pair: of two
-    tiles of one image in the attention of a tower that takes whole images.
+    """FLOPs of forward and backward.
 
-    forward_per_token and forward_per_pair: of the first two the forward's part, which checkpointed layers compute
-    once more. Nobody counts that as useful."""
+    per_token: in all layers of the language model; per_pair: per pair of tokens in its attention; per_tile: in tower
+    and projector; per_target: per supervised position in the output layer; per_tile_pair: per pair of one image's tiles
+    in a tower that takes whole images; forward_per_token, forward_per_pair: the forward's part, which checkpointed
+    layers compute once more (MFU does not count this as useful).
+    """
 
     per_token: float
     per_pair: float
@@ -50,18 +51,18 @@ class ModelFlops:
     per_tile_pair: float = 0.0
 
     def of(self, tokens: float, pairs: float, tiles: float, targets: float, tile_pairs: float = 0.0) -> float:
-        """FLOPs of so many of each: of a step, or of a sample. pairs: the sum of L (L + 1) / 2 over samples;
-        tile_pairs: as Counts has them."""
+        """Total FLOPs of a step or a sample with these counts. pairs: the sum of L (L + 1) / 2 over samples;
+        tile_pairs: as in Counts."""
         images = self.per_tile * tiles + self.per_tile_pair * tile_pairs
         return self.per_token * tokens + self.per_pair * pairs + images + self.per_target * targets
 
     def of_rank(self, tp: int) -> "ModelFlops":
-        """What one of tp ranks computes that share the matrices of the language model's layers."""
+        """Return the FLOPs of one of tp ranks that share the matrices of the language model's layers."""
         shared = ("per_token", "per_pair", "forward_per_token", "forward_per_pair")
         return replace(self, **{name: getattr(self, name) / tp for name in shared})
 
     def of_stage(self, layers: float, is_first: bool, is_last: bool) -> "ModelFlops":
-        """What a rank computes that has some of the layers alone. layers: their share; is_first: it has the tower, too;
+        """Return the FLOPs of a pipeline stage. layers: its share of the layers; is_first: it also has the tower;
         is_last: it has the output layer."""
         shared = ("per_token", "per_pair", "forward_per_token", "forward_per_pair")
         ends = {name: getattr(self, name) * is_first for name in ("per_tile", "per_tile_pair")}
@@ -70,14 +71,14 @@ class ModelFlops:
 
     @property
     def pair_cost(self) -> float:
-        """c of what a sample costs, L + c L**2, in units of one token's matrices: half a pair's FLOPs."""
+        """c in a sample's cost L + c L**2, in units of one token's matrices: half a pair's FLOPs."""
         return self.per_pair / (2 * self.per_token)
 
 
 def model_flops(text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> ModelFlops:
-    """The FLOPs of a composition with the flags. It is built on the meta device, so no family is a special case.
+    """Return the FLOPs of a model with these flags. It is built on the meta device, so no family is a special case.
 
-    Matrices that extensions add count, and packed weights like others.
+    Counts matrices that extensions add; packed weights count like others.
     """
     with no_init_weights(), torch.device("meta"):
         model = assemble(text, tower, args, torch.zeros(3), torch.zeros(3))
@@ -85,13 +86,13 @@ def model_flops(text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) 
 
 
 def flops_of_model(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> ModelFlops:
-    """The FLOPs of a composition that has been built already, without its adapters."""
+    """Return the FLOPs of a model that was built without its adapters."""
     parts, adapted = trained_parts(args), adapted_parts(args)
     llm = model.language_model
     added: Counter[str] = Counter()
     for wrap in active(args.own, text).wraps:
         added.update(wrap.weights_per_token(model, tower.architecture, text, args))
-    # Of the layers of each part, the share that trains, and that gradients flow back through.
+    # Per part: the share of layers that train, and the share that gradients flow back through.
     top_llm, top_tower = args.unfreeze_topk_llm / text.num_hidden_layers, args.unfreeze_topk_vision / tower.num_layers
     trains_tower = (top_tower or 1) if "vision_tower" in parts else 0
     trains_layers = (top_llm or 1) if "language_model" in parts - adapted else 0
@@ -125,14 +126,13 @@ def flops_of_model(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, 
 
 
 def _times(passes: float, trains: float) -> float:
-    """FLOPs per weight and token: forward, the gradient that passes through, and the weight's own; the latter two of
-    a share of the weights."""
+    """FLOPs per weight and token: forward, the input's gradient and the weight's own. passes, trains: the shares of
+    the weights that have these gradients."""
     return 2 + 2 * passes + 2 * trains
 
 
 def _block_pairs(text: PreTrainedConfig, tower: TowerPlan) -> tuple[float, float]:
-    """FLOPs of the forward of pairs of tokens of an image of which the first sees the second, too: of a pair of tiles,
-    and of a tile."""
+    """Forward FLOPs per pair of tiles and per tile of the additional pairs, where an image's tokens see each other."""
     if not tower.has_image_blocks:
         return 0.0, 0.0
     pair, tokens = 4 * sum(attention_widths(text, tower.blocks_need_windows)), tower.images.num_tokens
@@ -141,7 +141,7 @@ def _block_pairs(text: PreTrainedConfig, tower: TowerPlan) -> tuple[float, float
 
 
 def _state_flops(text: PreTrainedConfig) -> int:
-    """FLOPs of a token's forward through the states of all layers that have one."""
+    """Forward FLOPs per token in the states of all layers that have one."""
     if not has_state(text):
         return 0
     numbers = text.linear_num_value_heads * text.linear_key_head_dim * text.linear_value_head_dim
@@ -149,16 +149,15 @@ def _state_flops(text: PreTrainedConfig) -> int:
 
 
 def _tiles_of(plan: TowerPlan) -> int:
-    """Tiles that the tower sees of one: with S2, of every scale."""
+    """Number of tiles that the tower sees per tile: with S2, the sum over its scales."""
     return sum((scale // plan.scales[0]) ** 2 for scale in plan.scales) if plan.scales else 1
 
 
 def _tower_flops(tower: nn.Module, plan: TowerPlan, passes: float, trains: float) -> float:
-    """FLOPs of one tile, at every scale of S2. The patch embedding passes no gradient on, and trains with all layers.
+    """FLOPs per tile, at every scale of S2. The patch embedding passes no gradient on, and trains only with all layers.
 
-    passes, trains: the share of the layers that gradients flow through, and that train.
-
-    Of a tower that takes whole images the layers with windows, full ones, and none of the others' attention.
+    passes, trains: the share of layers that gradients flow through, and the share that train. For a tower that takes
+    whole images: attention of layers with windows, as full windows; the other layers' attention is not included.
     """
     positions, embedding = plan.num_positions, plan.patch_embedding(tower)
     layers, beside = _dense_weights(tower, but=embedding), 0.0
@@ -178,7 +177,7 @@ def _tower_flops(tower: nn.Module, plan: TowerPlan, passes: float, trains: float
 
 
 def _tile_pair_flops(plan: TowerPlan, passes: float) -> float:
-    """FLOPs of two cells of an image, one of which sees the other, in the layers without windows."""
+    """FLOPs per pair of an image's cells in which one sees the other, in the layers without windows."""
     if plan.cells is None:
         return 0.0
     layers = plan.num_layers - plan.windowed_layers
@@ -192,13 +191,13 @@ def _projector_flops(
     parts: frozenset[str],
     adapted: frozenset[str],
 ) -> float:
-    """FLOPs of one tile. Only a tower or a norm that trains needs the gradient of what the first matrix is given.
+    """FLOPs per tile. The first matrix's input needs a gradient only if the tower or a norm trains.
 
-    parts, adapted: those that train, and that have adapters.
+    parts: the parts that train; adapted: the parts with adapters.
     """
     trains, changes = "projector" in parts, "projector" in parts | adapted
     matrices = [p for p in projector.parameters() if p.ndim > 1]
-    # A matrix that is no layer of its own has a norm before it, whatever their order.
+    # A matrix outside a layer module has a norm before it, even if the norm is registered later.
     layers = [m.weight for m in projector.modules() if isinstance(m, MATRICES)]
     first = matrices[0] if layers and next(projector.parameters()) is layers[0] else None
     per_feature = sum(

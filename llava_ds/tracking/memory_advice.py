@@ -10,10 +10,10 @@ from llava_ds.extensions.table import EXTENSIONS
 
 
 def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -> list[str]:
-    """List what to change, the cheapest first."""
+    """List the flags to change, the cheapest first."""
     args, training, stage = resolved.args, resolved.args.training, resolved.zero_stage
     broken = {name for each in features(args) for name in each.breaks}
-    # Of a rank.
+    # Per rank.
     longest = -(-longest_sample // args.ranks_per_token)
     tokens = max(longest, batch.input_ids.shape[1] if batch is not None else 0)
     least = max(longest, tokens // 2)
@@ -28,25 +28,25 @@ def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -
         lines.append(f"--deepspeed_config ds_configs/zero{stage + 1}.json{higher}, on several GPUs: shards more")
     if offload_device(resolved.config, "offload_optimizer") == "none" and "offload" not in broken:
         name = "zero3_offload" if stage == 3 else "zero2_offload"
-        lines.append(f"--deepspeed_config ds_configs/{name}.json: optimizer states into the node's memory, slower")
+        lines.append(f"--deepspeed_config ds_configs/{name}.json: optimizer states in the node's memory, slower")
     # A checkpoint belongs to its layout and stage.
-    restart = "all but --gradient_checkpointing start the run again, with --resume never"
+    restart = "these start the run again, with --resume never, except --gradient_checkpointing"
     return [f"to need less, the cheapest first ({restart}):", *(f"  {line}" for line in lines)]
 
 
 def _about_layers(training: TrainingArguments, broken: set[str]) -> list[str]:
     can_choose = values_of("gradient_checkpointing") and "whole_layers" not in broken
     if training.gradient_checkpointing == "off" and not can_choose:
-        return ["--gradient_checkpointing all: every layer keeps its input alone"]
+        return ["--gradient_checkpointing all: every layer keeps only its input"]
     if training.gradient_checkpointing == "off":
-        return ["--gradient_checkpointing auto: checkpoints as few layers as it takes to fit (all: every one)"]
+        return ["--gradient_checkpointing auto: checkpoints only as many layers as needed to fit (all: every layer)"]
     if training.gradient_checkpointing == "auto" or training.gradient_checkpointing_every_n_layers > 1:
-        return ["--gradient_checkpointing all, of every layer: the least that layers can keep"]
+        return ["--gradient_checkpointing all, for every layer: layers keep as little as possible"]
     return []
 
 
 def _about_tokens(training: TrainingArguments, tokens: int, least: int) -> list[str]:
-    """Smaller micro-batches. tokens: of one on a rank; least: that it could have."""
+    """List flags for smaller micro-batches. tokens: in a rank's micro-batch; least: the fewest it could have."""
     lines = []
     if training.loss_reduction == "token" and not training.steps_across_epochs and least < tokens:
         lines.append(f"--tokens_per_micro_batch {least}: the same steps in more, smaller micro-batches")
@@ -54,5 +54,5 @@ def _about_tokens(training: TrainingArguments, tokens: int, least: int) -> list[
     if training.tokens_per_micro_batch is None and size > 1:
         more = f" --gradient_accumulation_steps {training.gradient_accumulation_steps * 2}"
         more = "" if training.train_batch_size else more
-        lines.append(f"--per_device_train_batch_size {size // 2}{more}: likewise")
+        lines.append(f"--per_device_train_batch_size {size // 2}{more}: the same")
     return lines

@@ -73,10 +73,10 @@ def _mend(path: Path) -> None:
             problem = str(error)
     if damaged:
         lines = ", ".join(map(str, damaged[:5])) + (", …" if len(damaged) > 5 else "")
-        problem = f"of its lines {len(damaged)} hold no row ({lines}), the {len(rows)} others go on"
+        problem = f"{len(damaged)} lines are not valid rows ({lines}) and are removed, {len(rows)} are kept"
     if problem is None:
         return
     kept = move_aside(path)
     if damaged:
         replace_rows(path, rows)
-    print_first(f"WARNING: {path} is damaged: {problem}; as it was it is now {kept.name}")
+    print_first(f"WARNING: {path} is damaged: {problem}; the original is now {kept.name}")

@@ -96,7 +96,7 @@ def _card(row: dict, turns: object, output_dir: Path) -> dict[str, object]:
     return {
         "images": [shown_image(place, output_dir) for place in images[:MOST_IMAGES]],
         "question": row.get("prompt", ""),
-        "note": f"asked after {earlier} earlier turns with their true answers" if earlier > 0 else "",
+        "note": f"after {earlier} earlier turns with their true answers" if earlier > 0 else "",
         "lines": [
             ("answer", str(row.get("text", ""))),
             ("confidence", percent(row)),

@@ -1,4 +1,4 @@
-"""The message for running out of memory: what was computed, what was in use, and what to change."""
+"""The message for running out of memory: the place in the run, the memory in use, and flags to change."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

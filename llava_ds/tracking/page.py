@@ -30,7 +30,7 @@ def report_at_end(output_dir: Path) -> None:
     except Exception as error:  # usually a full disk
         print(
             f"WARNING: {output_dir / FILE} could not be written ({type(error).__name__}: {error}): "
-            "python run/report.py writes it later",
+            "python run/report.py can write it later",
             flush=True,
         )
 
@@ -132,7 +132,7 @@ def _data(run: RunFiles) -> list[Block]:
         unit = "tokens, image features included"
         blocks.append(charts([bar_chart("Samples by length", lengths["edges"], lengths["counts"], unit)]))
     if not blocks:
-        blocks.append(note("run.json says nothing about the data."))
+        blocks.append(note("run.json has no entries about the data."))
     return [*blocks, *_eval_data(run, data.get("held_out")), *_rejected(run), *_skipped_steps(run)]
 
 
@@ -142,10 +142,10 @@ def _eval_data(run: RunFiles, summary: object) -> list[Block]:
         return []
     blocks = [heading("Held out"), pre("\n".join(map(str, summary)))]
     if not summary:
-        blocks[1] = note("Nothing: neither --eval_fraction nor --eval_data_path was given.", "note")
+        blocks[1] = note("Nothing: give --eval_fraction or --eval_data_path to hold out samples.", "note")
     broken = (run.column("broken_samples", run.evals)[1] or [0])[-1]
     if broken:
-        blocks.append(note(f"Held-out samples that broke, at the last measurement: {broken:,.0f}.", "warn"))
+        blocks.append(note(f"Held-out samples that broke in the last evaluation: {broken:,.0f}.", "warn"))
     return blocks
 
 
@@ -178,17 +178,17 @@ def _skipped_steps(run: RunFiles) -> list[Block]:
         (f"{row['step']:,}", row.get("not_finite"), ", ".join(map(str, (row.get("samples") or [])[:8])))
         for row in run.skipped_steps[:MOST_REJECTED]
     ]
-    count = f"Steps that changed nothing, for they were not finite: {len(run.skipped_steps):,}"
+    count = f"Steps skipped because their loss or gradients were not finite: {len(run.skipped_steps):,}"
     return [details(count, table(["step", "what", "samples"], rows, numbers=(0,)))]
 
 
 def _flags(run: RunFiles) -> list[Block]:
     if not run.flags:
-        return [note("run.json says nothing about the flags.")]
+        return [note("run.json has no flags.")]
     given = set(run.record.get("given") or ())
     chosen, others = [], []
     for name, value in run.flags.items():
-        why, rows = "filled in: from the model, the DeepSpeed JSON or what is shipped", chosen
+        why, rows = "filled in from the model, the DeepSpeed JSON or the shipped defaults", chosen
         if name in given:
             why = styled("given", "given")
         elif value == flag_default(name):
@@ -210,9 +210,9 @@ def _deepspeed(run: RunFiles) -> list[Block]:
     rows = [(key, _code(value_at(run.ds_config, key)), why) for key, why in reasons.items()]
     filled = table(["key", "value", "why"], rows, stacks=True)
     return [
-        heading("DeepSpeed: what was filled in"),
-        filled if rows else note("run.json has no reasons for what was filled in."),
-        details("ds_config.json, as DeepSpeed was given it", pre(json.dumps(run.ds_config, indent=2))),
+        heading("DeepSpeed: values filled in"),
+        filled if rows else note("run.json has no reasons for filled-in values."),
+        details("ds_config.json, as passed to DeepSpeed", pre(json.dumps(run.ds_config, indent=2))),
     ]
 
 
@@ -223,15 +223,15 @@ def _code(value: object) -> object:
 
 def _checkpoints(run: RunFiles) -> list[Block]:
     if not run.checkpoints:
-        return [note("There are no checkpoints here.")]
+        return [note("No checkpoints in this folder.")]
     rows = []
     for one in run.checkpoints:
         saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.saved_s))
-        problem = "" if one.whole else "no manifest: it does not count"
+        problem = "" if one.whole else "no manifest: incomplete, not used"
         rows.append((one.name, num_bytes(one.num_bytes), saved, problem))
     return [
         table(["checkpoint", "size", "saved", ""], rows, numbers=(1,)),
-        note("python run/verify.py reads them whole and compares every hash.", "note"),
+        note("python run/verify.py reads every file and compares its hash.", "note"),
     ]
 
 
@@ -248,9 +248,9 @@ def _command(run: RunFiles) -> list[Block]:
     lines = [shlex.join([*launcher, *given[: begins[0] if begins else None]]), *flags]
     folder = [f"cd {shlex.quote(str(run.record['folder']))}"] if run.record.get("folder") else []
     blocks = [pre("\n".join([*folder, " \\\n  ".join(lines)]))]
-    notes = ["On several machines: with their launcher, and as many ranks."] if is_number(ranks) and ranks > 8 else []
+    notes = ["On several machines: use their launcher, with as many ranks."] if is_number(ranks) and ranks > 8 else []
     if str(run.record.get("git_revision")).endswith("+"):
-        notes.append("The source had changes that no commit has.")
+        notes.append("The source had uncommitted changes.")
     if notes:
         blocks.append(note(" ".join(notes), "note"))
     versions = run.record.get("versions")

@@ -22,9 +22,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     known = vendor_peak(name, dtype, tf32_allowed())
     short = str(dtype).removeprefix("torch.")
     if known is not None:
-        return known, f"MFU is of {known / TERA:g} TFLOP/s, the vendor's dense figure for {name} in {short}"
+        return known, f"MFU is relative to {known / TERA:g} TFLOP/s, the vendor's dense figure for {name} in {short}"
     measured = gemm_peak(device, dtype)
-    return measured, f"MFU is of {measured / TERA:.3g} TFLOP/s, what a product of matrices reaches on {name} in {short}"
+    return measured, f"MFU is relative to {measured / TERA:.3g} TFLOP/s, a matrix product's speed on {name} in {short}"
 
 
 def vendor_peak(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:

@@ -18,11 +18,11 @@ class LossPlot:
     """loss.png, redrawn regularly by a thread, so that no step waits for it."""
 
     def __init__(self, path: Path, title: str, rows: list[dict]) -> None:
-        """rows: of metrics.jsonl, from before a resumed run."""
+        """rows: rows of metrics.jsonl from before a resumed run."""
         self.path, self.title = path, title
         self.steps, self.losses, self.rates = array("q"), array("d"), array("d")  # 24 bytes per step
         self.thread: threading.Thread | None = None
-        self.problem: str | None = None  # of the last drawing
+        self.problem: str | None = None  # the last drawing's error
         self.next_s = time.monotonic() + EVERY_S
         self._take(rows)
 

@@ -245,7 +245,7 @@ class NumbersFromDevice:
         self._flat = flat
 
     def read(self) -> list[dict[str, object]]:
-        """Return the dicts with numbers, or lists of them, instead of tensors."""
+        """Return the dicts with numbers or lists of numbers instead of tensors."""
         if self._copied is not None:
             self._copied.synchronize()
         parts = iter(self._flat.split(self._sizes))

@@ -12,9 +12,9 @@ MAIN_FILE = "evaluation.json"  # shown on the card; else the first file with sco
 OVERALL = "overall"
 # Meanings of the columns of evaluation.json: the conditions under which questions are repeated.
 CONDITIONS = {
-    "blank image": "an image of one colour in the place of each: prompts as in training, nothing to see in them",
-    "without picture": "neither image nor mark: what the language model answers to the bare question, which the "
-    "training may never have shown it",
+    "blank image": "every image replaced by a plain colour: prompts as in training, without anything to see",
+    "without picture": "no image and no image mark: the language model's answer to the bare question, a prompt that "
+    "it may never have seen in training",
 }
 HOW = "python run/evaluate.py --model_path {folder} --compare_without_image --output {folder}/evaluation.json"
 
@@ -32,7 +32,7 @@ class Scores:
     intervals: dict[str, tuple[float, float]]
 
     def mean(self, column: str, kind: str) -> float:
-        """Return the score of a kind of question under a condition; nan if it was not asked."""
+        """Return the score of a kind of question under a condition; nan without such questions."""
         total, asked = self.columns[column].get(kind, (0.0, 0))
         return total / asked if asked else math.nan
 
@@ -79,7 +79,7 @@ def condition_notes(scores: object) -> list[Block]:
 
 def _not_evaluated(run: RunFiles) -> Block:
     if run.flags.get("tune_mm_mlp_adapter"):
-        return note("Stage 1 leaves a projector: stage 2, which begins with it, leaves the model to score.", "note")
+        return note("Stage 1 trains only a projector: score the model after stage 2, which starts from it.", "note")
     text = "Not evaluated yet. This scores the model with and without the image, and puts it here:"
     return {"kind": "no_result", "blocks": [note(text, "note"), pre(HOW.format(folder=run.output_dir))]}
 
@@ -152,7 +152,7 @@ def _scores_table(scores: object) -> Block:
             lines = [[kind, *(cells[name, kind] for name in columns)] for kind in rows]
             return table(["", *columns], lines, numbers=range(1, len(columns) + 1), stacks=True, named=True)
     found = list(_flat(scores))
-    return table(["", "value"], found, numbers=(1,)) if found else note("There are no scores in it.")
+    return table(["", "value"], found, numbers=(1,)) if found else note("This file has no scores.")
 
 
 def _flat(value: object, path: str = ""):

@@ -130,7 +130,9 @@ def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
         record = read_json(path, RunRecord)
     except (FileNotFoundError, DataError) as error:
         reason = "it is missing" if isinstance(error, FileNotFoundError) else error
-        raise DataError(f"{path} can't be read ({reason}): it says what the run was, and has to lie there") from error
+        raise DataError(
+            f"{path} can't be read ({reason}): it holds the run's flags, and has to be in the run's folder"
+        ) from error
     try:
         args, unknown = arguments_of(record["arguments"], record.get("given", ()))
     except DataError as error:

@@ -44,7 +44,7 @@ class SkippedSamples:
         if not self.broken or self.num_rejected + len(self.broken) <= self.num_allowed:
             return None
         return (
-            f"{len(self.broken)} samples broke while training, and {self.num_rejected} records had been left out "
+            f"{len(self.broken)} samples broke while training, and {self.num_rejected} records were left out "
             f"before: more than --on_bad_sample and --max_bad_fraction allow ({int(self.num_allowed)}). {self.path} "
-            "lists them: mend them or raise the limit, and start again to resume from the last checkpoint"
+            "lists them: repair them or raise the limit, and start again to resume from the last checkpoint"
         )

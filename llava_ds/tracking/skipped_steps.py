@@ -54,7 +54,7 @@ class SkippedSteps:
         return (
             f"{self.in_a_row} steps in a row ({step - self.in_a_row + 1:,} to {step:,}) had a "
             f"loss or gradients that are not finite, and changed nothing: --max_skipped_steps is {self.most}. "
-            f"{self.path} has their samples. The checkpoints are as good as before: mend the data, lower "
+            f"{self.path} has their samples. The checkpoints are not affected: repair the data, lower "
             "--learning_rate or set --max_grad_norm (both start a new run), or raise --max_skipped_steps"
         )
 
@@ -67,4 +67,6 @@ class SkippedSteps:
             self.log.write([{"step": step, "not_finite": what, "ranks": wrong, "samples": ids}])
         more = f" and {len(ids) - MOST_NAMED:,} more" if len(ids) > MOST_NAMED else ""
         named = ", ".join(ids[:MOST_NAMED]) + more
-        print_first(f"step {step:,} is skipped, for its {what} {'is' if wrong else 'are'} not finite: samples {named}")
+        print_first(
+            f"step {step:,} is skipped, because its {what} {'is' if wrong else 'are'} not finite: samples {named}"
+        )

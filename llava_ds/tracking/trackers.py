@@ -57,7 +57,9 @@ class Trackers:
         thread.start()
         thread.join(CLOSING_S)
         if thread.is_alive():
-            print_first(f"WARNING: {', '.join(self.opened)} did not end within {CLOSING_S:.0f} s: left alone")
+            print_first(
+                f"WARNING: {', '.join(self.opened)} did not close within {CLOSING_S:.0f} s: not waiting any longer"
+            )
         self.opened = {}
 
     def _all(self, act: Callable[[Tracker], None]) -> None:
@@ -67,7 +69,7 @@ class Trackers:
             except Exception as error:  # a service or a disk failed: no tracker may end the run
                 del self.opened[name]
                 print_first(
-                    f"WARNING: nothing more goes to {name}, which failed ({type(error).__name__}: {error}): "
+                    f"WARNING: {name} failed ({type(error).__name__}: {error}) and gets nothing more: "
                     "metrics.jsonl has everything"
                 )
 
@@ -241,7 +243,7 @@ OPEN: dict[str, Callable[[Arguments, Path, int], Tracker]] = {
     "trackio": _open_trackio,
 }
 REMEDIES = {
-    "tensorboard": "look whether --output_dir can be written to",
+    "tensorboard": "check that --output_dir can be written to",
     "wandb": "log in with `wandb login`, or set WANDB_MODE=offline",
-    "trackio": "look at TRACKIO_DIR",
+    "trackio": "check TRACKIO_DIR",
 }

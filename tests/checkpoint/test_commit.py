@@ -56,7 +56,7 @@ def test_every_kind_of_damage_is_named(tmp_path):
     manifest.write_bytes(listed[: len(listed) // 2])
     assert commit.problem_with(path).startswith("its manifest.json can't be read (")
     manifest.unlink()
-    assert commit.problem_with(path) == "it has no manifest.json, so its saving was not finished"
+    assert commit.problem_with(path) == "it has no manifest.json, so the save did not finish"
 
 
 def test_links_out_of_a_checkpoint_are_not_followed(tmp_path):
@@ -64,7 +64,7 @@ def test_links_out_of_a_checkpoint_are_not_followed(tmp_path):
     weights, manifest = path / "engine" / "weights.pt", path / commit.MANIFEST
     weights.rename(tmp_path / "elsewhere.pt")
     weights.symlink_to(tmp_path / "elsewhere.pt")  # of the same content, so that its hash fits
-    assert commit.problem_with(path) == "engine/weights.pt is a link that leads out of the checkpoint"
+    assert commit.problem_with(path) == "engine/weights.pt is a link to a place outside the checkpoint"
     weights.unlink()
     weights.symlink_to(weights)
     assert commit.problem_with(path).startswith("'engine/weights.pt' can't be read (")
@@ -111,7 +111,7 @@ def test_the_newest_whole_one_is_taken_by_number_and_the_refusals_say_why(tmp_pa
     assert found == paths[9]
     assert lines == [
         "checkpoint-100 is not used: trainer.json has changed since it was saved",
-        "checkpoint-10 is not used: it has no manifest.json, so its saving was not finished",
+        "checkpoint-10 is not used: it has no manifest.json, so the save did not finish",
     ]
 
 

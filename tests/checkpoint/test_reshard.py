@@ -116,22 +116,22 @@ def test_pieces_of_a_part_are_not_taken_for_the_whole_parameter():
     for piece, *rest in saved("plain", 1):
         half = (0, piece.length // 2, piece.length)
         pieces.append(SavedPiece(piece._replace(slice=half, length=piece.length // 2), *rest))
-    with pytest.raises(DataError, match=r"of this rank's weights are in no file of the checkpoint"):
+    with pytest.raises(DataError, match=r"of this rank's weights are missing from the checkpoint's files"):
         filled("plain", 1, 0, pieces)
 
 
 def test_a_missing_part_and_counts_that_differ_are_refused():
-    with pytest.raises(DataError, match=r"of this rank's weights are in no file of the checkpoint"):
+    with pytest.raises(DataError, match=r"of this rank's weights are missing from the checkpoint's files"):
         filled("plain", 1, 0, list(saved("zero", 2))[:-1])
     pieces = [SavedPiece(piece, tensor, dict(states)) for piece, tensor, states in saved("plain", 1)]
     pieces[0].states["step"] = torch.tensor(3.0)
-    with pytest.raises(DataError, match=r"has step 9.0, others beside it 3.0"):
+    with pytest.raises(DataError, match=r"has step 9.0, but others in its group have 3.0"):
         filled("zero", 1, 0, pieces)
 
 
 def test_states_that_are_not_one_number_per_weight_are_refused():
     pieces = [SavedPiece(piece, tensor, {"row": torch.zeros(5)}) for piece, tensor, _ in saved("plain", 1)]
-    with pytest.raises(ConfigError, match=r"state row has the shape \(5,\) for 15 weights, which can't be re-sharded"):
+    with pytest.raises(ConfigError, match=r"state row has shape \(5,\) for 15 weights and can't be re-sharded"):
         filled("zero", 2, 0, pieces)
 
 

@@ -92,9 +92,9 @@ def test_another_size_or_layout_is_no_other_run_and_is_said(tmp_path):
     point, lines = find_resume_point("auto", tmp_path, now)
     assert (point.path, point.step, point.world_size, point.changed) == (path, 3, 4, False)
     assert lines == [
-        "the same but for rounding: --per_device_train_batch_size is 2, was 1",
-        "the same but for rounding: world_size is 2, was 4",
-        "the same but for rounding: zero_stage is 3, was 1",
+        "only rounding changes: --per_device_train_batch_size is 2, was 1",
+        "only rounding changes: world_size is 2, was 4",
+        "only rounding changes: zero_stage is 3, was 1",
         f"resuming from {path}",
     ]
 
@@ -118,7 +118,7 @@ def test_where_the_loss_depends_on_the_layout_another_size_is_another_run(tmp_pa
     with pytest.raises(ConfigError) as refused:
         find_resume_point("auto", tmp_path, now)
     for change in ("world_size is 2, was 4", "--tokens_per_micro_batch is 1024, was 512"):
-        assert f"  {change}, which changes the result with {named}\n" in str(refused.value)
+        assert f"  {change}; this changes the result with {named}\n" in str(refused.value)
     point, _ = find_resume_point("auto", tmp_path, now, "world_size,tokens_per_micro_batch")
     assert point.changed
 
@@ -156,7 +156,7 @@ def test_a_changed_flag_is_refused_with_both_values_until_it_is_allowed(tmp_path
     for line in (
         "--learning_rate is 0.0001, was 2e-05",
         "--bf16 is True, was False",
-        "the data set (or its encoding) is another one",
+        "the data set or its encoding has changed",
         'optimizer in the DeepSpeed JSON is {"type": "SGD"}, was null',
         "--allow_changed_flags bf16,learning_rate,data,optimizer",
     ):
@@ -177,7 +177,7 @@ def test_other_data_are_described_by_who_knows_them(tmp_path):
         asked.append(run_dir)
         return "1 of 2 image files hold something else: a.png"
 
-    with pytest.raises(ConfigError, match=r"is another one: 1 of 2 image files hold something else: a\.png"):
+    with pytest.raises(ConfigError, match=r"has changed: 1 of 2 image files hold something else: a\.png"):
         find_resume_point("auto", tmp_path, run(data="other"), None, about)
     assert asked == [path.parent]
     find_resume_point("auto", tmp_path, run(), None, about)
@@ -190,7 +190,7 @@ def test_adam_with_the_flags_numbers_is_one_optimizer_whichever_code_computes_it
     for own in ({}, {"torch_adam": True}, {"adam_w_mode": True}):
         now = run(optimizer={"type": "AdamW", "params": {**params, **own}})
         _, lines = find_resume_point("auto", tmp_path, now)
-        assert lines[0].startswith('the same but for rounding: optimizer in the DeepSpeed JSON is {"type": "AdamW"')
+        assert lines[0].startswith('only rounding changes: optimizer in the DeepSpeed JSON is {"type": "AdamW"')
     for own in ({"betas": [0.8, 0.999]}, {"adam_w_mode": False}, {"amsgrad": True}):
         with pytest.raises(ConfigError, match="optimizer in the DeepSpeed JSON is"):
             find_resume_point("auto", tmp_path, run(optimizer={"type": "Adam", "params": {**params, **own}}))
@@ -198,7 +198,7 @@ def test_adam_with_the_flags_numbers_is_one_optimizer_whichever_code_computes_it
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("learning_rat", "did you mean learning_rate"), ("save_steps", "changes no result"), ("?", "give names of flags")],
+    [("learning_rat", "did you mean learning_rate"), ("save_steps", "changes no result"), ("?", "give flag names")],
 )
 def test_names_that_are_not_compared_are_refused_even_without_a_checkpoint(tmp_path, name, hint):
     with pytest.raises(ConfigError, match=hint):
@@ -230,7 +230,7 @@ def test_samples_per_step_are_kept_where_the_flags_leave_them_open(tmp_path):
     assert kept(2, "per_device_train_batch_size", "gradient_accumulation_steps") is None
     assert kept(2, resume="never") is None
     with pytest.raises(
-        ConfigError, match=r"24 samples per step, which 5 ranks can't share evenly: start 1, 2, 3, 4, 6"
+        ConfigError, match=r"24 samples per step, and 5 ranks can't share them evenly: start 1, 2, 3, 4, 6"
     ):
         kept(5)
 

@@ -69,7 +69,7 @@ def test_the_run_goes_on_after_a_failed_save_and_ends_after_three_in_a_row(tmp_p
     said = capsys.readouterr().out
     assert "WARNING: checkpoint-2 could not be saved" in said and "rank 0 on " in said
     assert "engine/states.pt: No space left on device (ENOSPC); free space there" in said
-    assert f"The last good one is {tmp_path / 'checkpoint-1'}" in said
+    assert f"The last good checkpoint is {tmp_path / 'checkpoint-1'}" in said
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]  # what was half written takes no space
     assert saver.after_step(3, saves=True) is None
 
@@ -79,14 +79,14 @@ def test_the_run_goes_on_after_a_failed_save_and_ends_after_three_in_a_row(tmp_p
     assert [saver.after_step(step, saves=True) for step in (5, 6)] == [None, None]
     problem = saver.after_step(7, saves=True)
     assert problem.startswith("3 saves in a row failed. checkpoint-7 could not be saved")
-    assert f"The last good one is {tmp_path / 'checkpoint-4'}" in problem
+    assert f"The last good checkpoint is {tmp_path / 'checkpoint-4'}" in problem
     assert commit.newest_whole(tmp_path) == (tmp_path / "checkpoint-4", [])
 
 
 def test_the_last_save_has_to_succeed(tmp_path):
     (tmp_path / "out").write_text("no folder")
     problem = saver_of(tmp_path / "out").after_step(9, saves=True, last=True)
-    assert problem.startswith("checkpoint-9 could not be saved") and "There is no checkpoint yet" in problem
+    assert problem.startswith("checkpoint-9 could not be saved") and "No checkpoint exists yet" in problem
 
 
 @pytest.fixture
@@ -148,8 +148,8 @@ def test_the_model_alone_is_a_whole_checkpoint_from_which_no_run_is_resumed(tmp_
     path = tmp_path / "checkpoint-2"
     assert commit.checkpoints(tmp_path) == [path] and checkpoint_problem(path) is None
     assert {file.name for file in path.iterdir()} == {"model.safetensors", "manifest.json", "trainer.json"}
-    assert not is_training_checkpoint(path) and "the model alone: training waited" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"--resume .* can't be used: it holds the model alone"):
+    assert not is_training_checkpoint(path) and "only the model: training waited" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"--resume .* can't be used: it holds only the model"):
         find_resume_point(str(path), tmp_path, IDENTITY)
     with pytest.raises(ConfigError, match="no checkpoint that a run can be resumed from"):
         find_resume_point("auto", tmp_path, IDENTITY)

@@ -97,7 +97,7 @@ def test_other_settings_are_refused_before_anything_is_hashed(tmp_path, hashed):
     for step in (2, 4):
         save(tmp_path, step, identity())
     hashed.clear()
-    with pytest.raises(ConfigError, match="checkpoint-4 is a checkpoint of a run with other settings"):
+    with pytest.raises(ConfigError, match="checkpoint-4 is from a run with other settings"):
         find_resume_point("auto", tmp_path, identity(learning_rate=1.0))
     assert hashed == []
     assert find_resume_point("auto", tmp_path, identity())[0].step == 4 and len(hashed) == 2 * (NUM_RANKS + 2) + 1
@@ -106,7 +106,7 @@ def test_other_settings_are_refused_before_anything_is_hashed(tmp_path, hashed):
 def test_an_older_checkpoint_with_the_runs_settings_is_used_if_the_newest_is_damaged(tmp_path):
     save(tmp_path, 2, identity())
     newest = save(tmp_path, 4, identity(learning_rate=1.0))
-    with pytest.raises(ConfigError, match="checkpoint-4 is a checkpoint of a run with other settings"):
+    with pytest.raises(ConfigError, match="checkpoint-4 is from a run with other settings"):
         find_resume_point("auto", tmp_path, identity())
     flip(newest / "layout-1.json")
     point, lines = find_resume_point("auto", tmp_path, identity())

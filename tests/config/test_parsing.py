@@ -132,7 +132,7 @@ def test_a_flag_is_never_completed_from_its_beginning():
 
 
 def test_a_value_without_a_flag_is_named():
-    assert "unexpected argument 'oops': every value belongs after a --flag" in refused(*NEEDED, "oops")
+    assert "unexpected argument 'oops': every value needs a --flag before it" in refused(*NEEDED, "oops")
 
 
 def test_llavas_pretrain_script_parses_and_names_what_has_no_effect(tmp_path):

@@ -413,7 +413,7 @@ def test_many_images_are_looked_at_by_several_processes(many, tmp_path, monkeypa
     table, options = data.table, data.image_options
     assert seen_files.changed_files(table, options, media_of_text, range(8), 4) == [str(path)]
     monkeypatch.setattr(seen_files, "_digest_or_none", lambda _: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(DataError, match="a helping process was killed"):
+    with pytest.raises(DataError, match="a worker process was killed"):
         seen_files.changed_files(table, options, media_of_text, range(8), 4)
 
 

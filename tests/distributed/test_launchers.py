@@ -151,5 +151,5 @@ def test_machines_with_other_flags_are_refused_on_all(folder):
         *(no_ssh(folder, node, port, flags_of(folder, "differ", "cache", **rates[node])) for node in range(2))
     )
     assert [each.returncode for each in done] == [2, 2]
-    assert "--learning_rate is not the same on all ranks: 0.001 on rank 0; 0.002 on rank 1" in done[0].stderr
+    assert "--learning_rate differs between ranks: 0.001 on rank 0; 0.002 on rank 1" in done[0].stderr
     assert "Traceback" not in "".join(each.stdout + each.stderr for each in done)

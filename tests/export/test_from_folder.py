@@ -124,7 +124,9 @@ def test_transformers_format_and_back(trained, tmp_path):
 
 def test_what_is_no_whole_llava_is_refused(trained, tmp_path):
     described, tower = trained
-    with pytest.raises(ConfigError, match="is a language model: expected a checkpoint, or a folder with a whole LLaVA"):
+    with pytest.raises(
+        ConfigError, match="is a language model: expected a checkpoint, or the folder of a complete LLaVA"
+    ):
         convert(described[2].model_name_or_path, "--output_dir", tmp_path / "no")
     export(*described, tmp_path / "hf")
     with pytest.raises(ConfigError, match="--vision_tower is missing: LLaVA's format names the tower"):

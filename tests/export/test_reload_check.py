@@ -182,7 +182,7 @@ def test_both_checks_find_permuted_and_missing_weights(run, damage):
 def test_at_the_deadline_the_run_says_what_was_not_compared(run, monkeypatch):
     monkeypatch.setattr(layer_by_layer, "LIMIT_S", 0.0)
     said = run.end()
-    assert "(its names and shapes have been checked, its logits have not: after 0 s only 0 of " in said
+    assert "(its names and shapes were checked, but not its logits: after 0 s only 0 of " in said
     assert f"--check_export sample computes 64 positions, not {len(run)})" in said
     assert "--check_export sample" not in run.end(check_export="sample")
 

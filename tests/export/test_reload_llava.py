@@ -107,7 +107,7 @@ def flip(name: str, part: str, folder: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_projector_is_read_again(ended, kind):
     said = ended("projector", mm_projector_type=kind)
-    assert "(read again: every name, shape and bit is the model's)" in said
+    assert "(read again: every name, shape and bit equals the model's)" in said
     for name in ("mm_projector.bin", "mm_projector.safetensors"):
         with pytest.raises(RuntimeError, match=rf"{name} was exported, but model.mm_projector\..* is not what was"):
             ended("projector", partial(flip, name, "mm_projector"), mm_projector_type=kind)

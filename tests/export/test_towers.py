@@ -90,7 +90,7 @@ def check_notes(args: Arguments, plan, options, not_llavas: str | None) -> None:
     form, lines = export_format(asked, plan, options)
     assert form == "llava" and (lines == [] if not_llavas is None else not_llavas in lines[0])
     if not_llavas is not None:
-        assert lines[0].endswith("llava_ds alone opens the model")
+        assert lines[0].endswith("only llava_ds opens the model")
 
 
 def test_the_trial_opens_a_dinov2_before_anything_is_built(tmp_path):
@@ -109,7 +109,7 @@ def test_tiles_of_another_size_than_the_towers_are_refused_where_hf_is_asked_for
     data, training = DataArguments(image_aspect_ratio="anyres"), TrainingArguments(export_format="hf")
     args = Arguments(model, data, training, frozenset({"export_format"}))
     plan = plan_model(model, 512)
-    with pytest.raises(ConfigError, match=r"images of a dinov2 to be as large as .* not 24 pixels: give"):
+    with pytest.raises(ConfigError, match=r"images for a dinov2 to have the size .* not 24 pixels: give"):
         export_format(args, plan, plan.tower.image_options(args))
 
 

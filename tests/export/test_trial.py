@@ -66,5 +66,5 @@ def test_names_and_shapes_that_transformers_does_not_take_are_refused(export, ch
 
 def test_a_full_disk_is_noticed_before_training(export, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(ConfigError, match=r"takes 0\.0 GB, but only 0\.0 GB are free there: make room"):
+    with pytest.raises(ConfigError, match=r"takes 0\.0 GB, but only 0\.0 GB are free there: free disk space"):
         trial.try_export(export, tmp_path)

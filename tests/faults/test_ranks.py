@@ -53,7 +53,7 @@ def run(given: dict, folder: Path, how: str, when: str, rank: int, launcher: str
     return done.returncode, output, seconds
 
 
-PLACES = {"start": "in its start", "step": "in step 3", "save": "saving after step 4"}
+PLACES = {"start": "at startup", "step": "in step 3", "save": "saving after step 4"}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -76,7 +76,7 @@ def test_a_killed_rank_is_named(given, tmp_path, when, rank):
 def test_a_stopped_rank_is_named_with_the_stacks_of_the_other(given, tmp_path, when, rank):
     code, output, seconds = run(given, tmp_path, "stop", when, rank)
     assert code == EXIT_RANK_LOST and seconds < MOST_S
-    (line,) = re.findall(r".*the run stands still.*", output)
+    (line,) = re.findall(r".*the run hangs.*", output)
     assert f"rank {rank} on " in line and "its process is stopped" in line and PLACES[when] in line
     stacks = (tmp_path / "out" / f"hang-rank{1 - rank}.txt").read_text()
     assert "distributed_c10d" in stacks and "train.py" in stacks
@@ -115,5 +115,5 @@ def test_a_pause_below_the_limit_changes_nothing(given, tmp_path, when):
 def test_a_slow_rank_is_reported_and_the_run_ends_well(given, tmp_path):
     code, output, _ = run(given, tmp_path, "slow", "step", 1, max_steps=30, save_steps=30)
     assert code == 0
-    assert len(re.findall(r"watchdog: rank 1 on .* holds the others up", output)) == 1, output
+    assert len(re.findall(r"watchdog: rank 1 on .* holds up the others", output)) == 1, output
     assert "watchdog: rank 0" not in output

@@ -42,7 +42,7 @@ def test_what_is_no_file_is_said_at_once(tmp_path):
             with pytest.raises(DataError, match=f"(?i){reason}"):
                 read(tmp_path / name)
         assert why_not_regular(tmp_path / name) is not None
-    assert "leads nowhere" in why_not_regular(tmp_path / "nowhere")
+    assert "it is a broken link" in why_not_regular(tmp_path / "nowhere")
     assert why_not_regular(tmp_path / "absent") is None
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "absent", OBJECT)

@@ -39,6 +39,6 @@ def test_a_rank_that_sleeps_in_its_loader_is_named(record_property):
     done = train(flags_of("asleep", **limits, **more), num_ranks=2, how=("asleep",))
     output = done.stdout + done.stderr
     assert done.returncode == EXIT_RANK_LOST, output[-5000:]
-    (line,) = re.findall(r".*the run stands still.*", output)
+    (line,) = re.findall(r".*the run hangs.*", output)
     record_property("message", line.strip()[:300])
     assert "rank 1 " in line and "Traceback" not in output

@@ -1,4 +1,4 @@
-"""A page in headless Chromium, through its debugging pipe: what it asks for, says on its console, and shows."""
+"""A page in headless Chromium, through its debugging pipe: its requests, its console and its content."""
 
 import base64
 import json
@@ -53,14 +53,14 @@ CUT_TEXTS = """(() => {
 
 def missing() -> str | None:
     """The first requirement of a browser that is not installed; None if all are."""
-    return "there is no chromium here: apt-get install chromium" if CHROMIUM is None else None
+    return "chromium not found: apt-get install chromium" if CHROMIUM is None else None
 
 
 class Browser:
-    """One tab, to be closed: use it in a with block.
+    """One tab; a with block closes it.
 
-    requests: the addresses that the page, its frames and its workers asked for since it was opened, let through or not;
-    errors: what was wrong since then, as the console has it.
+    requests: addresses requested by the page, its frames and its workers, allowed or blocked; errors: the console's
+    errors.
     """
 
     def __init__(self, profile: Path) -> None:
@@ -138,13 +138,13 @@ class Browser:
             self._call("Input.dispatchKeyEvent", type=kind, **ENTER)
 
     def upload(self, selector: str, files: Iterable[Path]) -> None:
-        """Choose files in the first input that a CSS selector finds, in the place of what was chosen before."""
+        """Choose files in the first input that a CSS selector finds, replacing earlier choices."""
         root = self._call("DOM.getDocument")["root"]["nodeId"]
         node = self._call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self._call("DOM.setFileInputFiles", nodeId=node, files=[str(file) for file in files])
 
     def until(self, found: Callable[[], object], timeout_s: float = 120) -> object:
-        """The first thing that is found; TimeoutError where there is none in time."""
+        """Return the first match. Raises TimeoutError if nothing matches in time."""
         deadline = time.monotonic() + timeout_s
         while not (value := found()):
             if time.monotonic() > deadline:
@@ -153,8 +153,7 @@ class Browser:
         return value
 
     def cut_texts(self) -> list[str]:
-        """Texts of the page that are not to be read whole: that stick out of the window or of what clips them, and
-        labels of charts that lie on each other."""
+        """List unreadable texts: outside the window or clipped, and chart labels that overlap."""
         return self.ask(CUT_TEXTS)
 
     def screenshot(self, path: Path) -> None:
@@ -208,7 +207,7 @@ class Browser:
             self.errors.append(json.dumps(params))
         elif event == "Page.loadEventFired":
             self._loaded = True
-        elif event == "Target.attachedToTarget" and self._session is not None:  # a frame or a worker, which waits
+        elif event == "Target.attachedToTarget" and self._session is not None:  # a frame or a worker; it waits
             for method in ("Network.enable", "Runtime.enable", "Runtime.runIfWaitingForDebugger"):
                 self._send(method, params["sessionId"], {})
 

@@ -1,4 +1,4 @@
-"""The content of checkpoints, number by number, and a run interrupted at one of them."""
+"""Compare checkpoints number by number, and interrupt a run at a checkpoint."""
 
 import shutil
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
         for index, item in enumerate(value):
             yield from leaves(item, f"{path}/{index}")
     elif hasattr(value, "__dict__") and not torch.is_tensor(value) and not isinstance(value, int):
-        yield path, str(vars(value))  # a loss scaler, or where a fragment lies
+        yield path, str(vars(value))  # a loss scaler, or a fragment's position
     else:
         yield path, value
 
@@ -53,7 +53,7 @@ def break_off(whole: Path, broken: Path, step: int) -> Path:
     """A folder as a run leaves it that was killed after saving a step. Returns it."""
     broken.mkdir(parents=True)
     shutil.copytree(whole / f"checkpoint-{step}", broken / f"checkpoint-{step}")
-    shutil.copy(whole / "metrics.jsonl", broken)  # holds later steps too, which will come again
+    shutil.copy(whole / "metrics.jsonl", broken)  # holds later steps too; they are repeated
     return broken
 
 
@@ -74,5 +74,5 @@ def assembled(checkpoint: Path, world_size: int, shapes: dict[str, torch.Size]) 
 
 
 def trained_shapes(checkpoint: Path) -> dict[str, torch.Size]:
-    """Of the parameters that a checkpoint holds, which has to be of ZeRO 1 to 3."""
+    """Read a checkpoint's parameters. ZeRO 1 to 3 only."""
     return {name: shape for group in model_states(checkpoint / ENGINE)["param_shapes"] for name, shape in group.items()}

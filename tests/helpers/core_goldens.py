@@ -121,7 +121,7 @@ def run(project: Path, ranks: int, noted: Path, flags: dict[str, object]) -> dic
 
 
 def read(out: Path) -> dict[str, object]:
-    """What a run left: curves, the layouts of its last checkpoint, and the hash of the exported weights."""
+    """A run's results: curves, the layouts of its last checkpoint, and the hash of the exported weights."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     evals = out / "evals.jsonl"
     checkpoints = sorted(out.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))

@@ -43,12 +43,12 @@ def until(condition, seconds: float = 30.0) -> None:
 
 
 def client_of(address: str) -> openai.OpenAI:
-    """The official client, which asks only once."""
+    """The official client, without retries."""
     return openai.OpenAI(base_url=address, api_key=KEY, max_retries=0, timeout=60)
 
 
 def echo(conversation, sampling, on_text, stopped) -> Reply:
-    """An answer made of the question's words and what was asked for, a word at a time."""
+    """Answer with the question's words and the request's settings, one word at a time."""
     words = [*shown_text(conversation.messages[-1].text).split(), f"t={sampling.temperature}", f"p={sampling.top_p}"]
     words += [f"k={sampling.top_k}", f"s={sampling.seed}", f"r={sampling.repetition_penalty}"]
     said, ended = "", "marker"

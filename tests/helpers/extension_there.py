@@ -1,4 +1,4 @@
-"""Tests of the core and of other extensions that take an extension along, which may have been deleted."""
+"""Skip tests of the core and of other extensions if an extension that they also use was deleted."""
 
 import pytest
 
@@ -14,5 +14,5 @@ def if_there(name: str, **flags: object) -> dict[str, object]:
 
 
 def needs_extension(name: str) -> pytest.MarkDecorator:
-    """A mark for a test that is about an extension, too."""
+    """Return a mark for a test that also needs an extension."""
     return pytest.mark.skipif(name not in EXTENSIONS, reason=f"there is no extension {name}")

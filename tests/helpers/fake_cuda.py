@@ -1,4 +1,5 @@
-"""The library behind make test-cuda: CUDA paths over fake tensors. Needs g++, no GPU, and to be loaded before torch.
+"""Build and load the library for make test-cuda: CUDA paths on fake tensors. Needs g++, no GPU, and to be loaded before
+torch.
 
 A conftest.py that imports both hooks from here loads it.
 """

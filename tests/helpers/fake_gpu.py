@@ -1,4 +1,4 @@
-"""A GPU as far as shapes, dtypes, devices and waits go: fake CUDA tensors, and the rules of real ones beside them.
+"""A fake GPU: CUDA tensors with shapes, dtypes and devices but no data, and a real GPU's rules.
 
 torch's FakeTensorMode refuses mixed devices, and operations whose result's shape depends on values. What a real GPU
 refuses or waits for beyond that, `Rules` adds: copies between host and device that wait, indices on the CPU, masks,
@@ -60,7 +60,7 @@ class Rules(TorchDispatchMode):
     """
 
     def __init__(self, fake: FakeTensorMode, declared: str = "", pageable: bool = False) -> None:
-        """pageable: copies from pageable memory are allowed, which wait for what is queued."""
+        """pageable: allow copies from pageable memory (they wait for queued work)."""
         super().__init__()
         self.fake, self.pageable = fake, pageable
         self.declared = re.compile(declared or "(?!)")
@@ -94,7 +94,7 @@ class Rules(TorchDispatchMode):
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Allow what a start may wait for."""
+        """Allow waits that a start may have."""
         before, self.declared, self.pageable = (self.declared, self.pageable), re.compile(""), True
         try:
             yield
@@ -152,7 +152,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def _place() -> str:
-    """ "file:function, line n" of the innermost frame that is neither torch's nor of this file."""
+    """Return "file:function, line n" of the innermost frame outside torch and this file."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -192,7 +192,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class Event:
-    """torch.cuda.Event's stand-in."""
+    """A fake torch.cuda.Event."""
 
     def __init__(self, rules: Rules, **options: object) -> None:
         self.rules = rules
@@ -209,7 +209,7 @@ def gpu(
     *, declared: str = "", pageable: bool = False, capability: tuple[int, int] = (9, 0), tracks: bool = False
 ) -> Iterator[Rules]:
     """Run with a fake GPU; see Rules. tracks: rules.live has the bytes alive."""
-    import peft  # noqa: F401  # before there seems to be a GPU: bitsandbytes, which it imports, would ask for CUDA's library
+    import peft  # noqa: F401  # before the fake GPU: it imports bitsandbytes, and that would load CUDA's library
     from transformers.utils import import_utils
 
     from llava_ds.model import attention
@@ -219,7 +219,7 @@ def gpu(
     rules = Rules(fake, declared, pageable)
     attention._best_kernel.cache_clear()
     with pytest.MonkeyPatch.context() as patch, fake, contextlib.ExitStack() as stack:
-        # Where it traces, transformers takes other branches, which hides waits.
+        # While tracing, transformers takes other branches: this would hide waits.
         patch.setattr(import_utils, "is_fake_tensor", lambda x: False)
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(FakeTensorMode, "avoid_device_init", True)  # as without a GPU: nothing is computed there

@@ -36,12 +36,12 @@ TOWERS = {
 
 
 def arguments(**flags: object) -> Arguments:
-    """Flags of the model; those of others by their defaults."""
+    """The model's flags, and defaults for the other flags."""
     return Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset()).replaced(**flags)
 
 
 def tower_plan(kind: str, args: Arguments) -> TowerPlan:
-    """Of one tower, or of two with + between."""
+    """Plan of one tower, or of two joined by +."""
     first, *others = (plan_tower(TOWERS[each], {}, "here", args.model) for each in kind.split("+"))
     return replace(first, second=others[0]) if others else first
 
@@ -74,9 +74,8 @@ def built(
 
 
 def _pack(model: LlavaModel, flags: object, dtype: torch.dtype) -> None:
-    """Quantize to 4 bits what training does, by bitsandbytes' own operations.
-
-    A plain parameter stands for its class of tensors, which no fake tensor can be.
+    """Quantize to 4 bits as training does, by bitsandbytes' own operations. A plain parameter replaces its tensor
+    class, because fake tensors can't have that class.
     """
     from bitsandbytes.functional import quantize_4bit
 
@@ -124,7 +123,7 @@ def on_gpu(samples: list, options: ImageOptions, batches: list[list[int]] | None
 
 
 class Engine:
-    """A DeepSpeed engine's interface around a model: what the loop, eval and warm-up call of it."""
+    """The part of a DeepSpeed engine's interface that the loop, eval and warm-up call, around a model."""
 
     def __init__(self, model: LlavaModel) -> None:
         self.module, self.device, self.skipped_steps = model, CUDA, 0
@@ -167,7 +166,7 @@ def backward(model: LlavaModel, loss: torch.Tensor) -> None:
 
 
 class _Flash(torch.autograd.Function):
-    """flash-attn's varlen kernels: what they take, what they save, what they return."""
+    """Fake flash-attn varlen kernels: their arguments, saved tensors and results."""
 
     @staticmethod
     def forward(ctx, q, k, v, cu_seqlens_q, cu_seqlens_k):
@@ -236,7 +235,7 @@ def _counting(module: types.ModuleType, function) -> types.ModuleType:
 
 
 class _DeltaRule(torch.autograd.Function):
-    """flash-linear-attention's chunks: what they save beside their arguments, and what they return."""
+    """Fake chunks of flash-linear-attention: the tensors that they save besides their arguments, and their results."""
 
     @staticmethod
     def forward(ctx, query, key, value, g, beta):
@@ -288,7 +287,7 @@ class _Fused(torch.autograd.Function):
 
 
 def liger() -> list[types.ModuleType]:
-    """The package liger_kernel as far as liger.py calls it, which puts kernels into an instance as Liger does."""
+    """A fake liger_kernel with the functions that liger.py calls. It puts kernels into an instance as Liger does."""
 
     def norm(self, hidden):
         assert hidden.is_cuda and hidden.dtype == self.weight.dtype

@@ -1,4 +1,4 @@
-"""A run that records what its hooks do: no model, no engine, no files."""
+"""A run that records its hooks' calls, without model, engine or files."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ class FakeWatch:
 
 
 class FakeSession:
-    """A run of 10 steps that saves every 4 and evaluates every 2, and records what its hooks do."""
+    """A run of 10 steps that saves every 4, evaluates every 2, and records its hooks' calls."""
 
     def __init__(self, stops: bool = False, save_strategy: str = "steps") -> None:
         self.done: list[str] = []

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM under run/vllm_server.py: answers that follow from their seeds, and a note of what was asked."""
+"""A fake vLLM for run/vllm_server.py: answers depend on their seeds only, and requests are recorded."""
 
 import importlib.util
 import sys
@@ -59,7 +59,7 @@ class LLM:
 
 @contextmanager
 def serving(model: str):
-    """The server's own code over the stand-in: (address, the stand-in)."""
+    """Run the server's own code on the fake vLLM. Yields (address, the fake)."""
     spec = importlib.util.spec_from_file_location("vllm_server", ROOT / "run" / "vllm_server.py")
     server = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(server)

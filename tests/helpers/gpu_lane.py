@@ -1,7 +1,7 @@
-"""For the tests of make test-gpu: the device, and starting runs on it. REHEARSE_GPU=1 takes the CPU in its place.
+"""Device and launches for make test-gpu. REHEARSE_GPU=1 uses the CPU instead.
 
-A rehearsal goes through every line of the lane at toy sizes, with stand-ins for the kernels, so that the lane itself
-does not fail on a GPU that is lent for an hour. Its figures say nothing.
+A rehearsal runs every line of these tests at toy sizes, with fake kernels, so that the tests themselves don't fail in
+scarce GPU time. Its figures mean nothing.
 """
 
 import json
@@ -38,7 +38,8 @@ def run_script(*command: object, timeout_s: int = MOST_S) -> subprocess.Complete
 
 
 def train(flags: dict[str, object], num_ranks: int = 1, how: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    """Run run/train.py through the deepspeed launcher. how: of tests/workers/on_gpu.py, which changes something."""
+    """Run run/train.py through the deepspeed launcher. how: argument of tests/workers/on_gpu.py, for changes to the
+    run."""
     launcher = [str(Path(sys.executable).parent / "deepspeed"), "--log_level", "error"]
     launcher += ["--num_accelerators", str(num_ranks), "--master_port", str(free_port())]
     script = [str(ON_GPU), *how] if how else [str(TRAIN)]

@@ -65,7 +65,7 @@ def read_object(file: Path) -> dict | None:
 
 
 class Runs:
-    """A pickle with code, which leaves a file where it runs."""
+    """A pickle with code that creates a file when it runs."""
 
     def __init__(self, ran: Path) -> None:
         self.ran = ran
@@ -75,7 +75,8 @@ class Runs:
 
 
 class Mutations:
-    """One change to a folder. secret: a file outside of it, that nobody may open; ran: what code would leave."""
+    """Make one change to a folder. secret: a file outside it that must not be opened; ran: the file that code would
+    create."""
 
     def __init__(self, rng: random.Random, secret: Path, ran: Path) -> None:
         self.rng, self.secret, self.ran = rng, secret, ran
@@ -86,7 +87,7 @@ class Mutations:
         )  # fmt: skip
 
     def apply(self, folder: Path) -> str:
-        """One or two of them; what was done, in words."""
+        """Make one or two changes; return a description."""
         done: list[str] = []
         for _ in range(100):
             if len(done) > self.rng.random() * 1.3:
@@ -253,7 +254,7 @@ class Mutations:
         return f"{file.name} {name} {how} {str(ascii(header.get(name)))[:80]}"
 
     def _rewritten(self, folder: Path, change: Callable[[dict], object]) -> str | None:
-        """The weights as a pickle, changed: of what is one already, or of a projector's file."""
+        """Change a pickled weight file, or a projector's file."""
         file = self._file(folder, "*.bin", "model.safetensors", "*.pt")
         if file is None:
             return None

@@ -30,7 +30,8 @@ def launch(num_ranks: int, script: Path, *arguments: str, timeout_s: int = 900) 
 
 
 def environment() -> dict[str, str]:
-    """This process's variables, without those of a launcher, and with what the real one needs to start CPU ranks."""
+    """This process's variables, without a launcher's variables, and with those that the real launcher needs for CPU
+    ranks."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI_"))}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_CURRENT_TEST"):
         kept.pop(name, None)
@@ -39,9 +40,9 @@ def environment() -> dict[str, str]:
 
 
 class Served:
-    """A launch of run_many.py that runs what it is asked for, request by request, until it is told to end.
+    """A launch of run_many.py that runs request after request until a request to end.
 
-    Starting two ranks takes 20 seconds of processor time; so a test process keeps one launch for each number of ranks.
+    Starting two ranks takes 20 seconds of processor time, so a test process keeps one launch per number of ranks.
     """
 
     kept: ClassVar[dict[int, "Served"]] = {}
@@ -61,7 +62,7 @@ class Served:
 
     @classmethod
     def of(cls, num_ranks: int) -> "Served":
-        """The launch that is there, if it has these ranks and variables; else a new one in its place."""
+        """Return the running launch if it has these ranks and variables; else replace it by a new one."""
         what = (Path.cwd(), environment())
         there = cls.kept.get(num_ranks)
         if there is None or there.what != what or there.process.poll() is not None:
@@ -82,7 +83,7 @@ class Served:
         assert not any(outputs), f"not ended well after all runs: {outputs}"
 
     def output_at_end(self) -> str:
-        """Nothing if it ends well, else what it wrote."""
+        """Return "" on success, else its output."""
         try:
             code = self.process.wait(120)
         except subprocess.TimeoutExpired:
@@ -92,7 +93,7 @@ class Served:
         return "" if code == 0 else f"exit code {code}: {written}"
 
     def put(self, request: object) -> Path:
-        """Ask for it; the file that is there when it is done."""
+        """Send the request; return the file that appears when it is done."""
         whole = self.folder / f"{self.count}.json"
         whole.with_suffix(".part").write_text(json.dumps(request))
         whole.with_suffix(".part").rename(whole)
@@ -121,7 +122,7 @@ def run_many(
 ) -> str:
     """Run run/train.py once per dict of flags, all in one launch. Returns the output; fails with it if a run failed.
 
-    finished: whether the runs leave finished models, beside checkpoints.
+    finished: True if the runs export finished models in addition to checkpoints.
     """
     folder.mkdir(parents=True, exist_ok=True)
     request = {"finished": finished, "runs": [command_line(flags) for flags in runs], "port": free_port()}
@@ -138,7 +139,7 @@ def command_line(flags: dict[str, object]) -> list[str]:
 
 
 def toy_run(given: dict[str, str], output_dir: Path, config: str | Path, **more: object) -> dict[str, object]:
-    """The flags of a short run on toys; given names model and data, all runs beside each other share their cache."""
+    """The flags of a short run on toys, with the given model and data; runs in the same folder share their cache."""
     return {
         **given,
         "deepspeed_config": config,
@@ -158,7 +159,7 @@ def ds_config(stage: int) -> str:
 
 
 def tight_config(folder: Path) -> str:
-    """ZeRO-3 as of a model that is larger than its limits: what was used is let go of, what comes next is fetched."""
+    """ZeRO-3 settings under which parameters are released after use and prefetched, as for a large model."""
     config = json.loads(Path(ds_config(3)).read_text())
     config["zero_optimization"] |= {
         "stage3_max_reuse_distance": 0,

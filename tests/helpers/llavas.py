@@ -87,7 +87,7 @@ def tensors_of(model) -> dict[str, torch.Tensor]:
 
 
 def old_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """In transformers 4's spelling, which llava-hf's folders have."""
+    """In transformers 4's spelling, as in llava-hf's folders."""
     renamed = {}
     for name, tensor in tensors.items():
         name = name.removeprefix("model.")
@@ -204,7 +204,7 @@ def arguments(given: dict[str, object]) -> Arguments:
 
 
 def opened(given: dict[str, object]):
-    """(model, plan, flags) of what a command line names."""
+    """Return (model, plan, flags) for a command line."""
     args, _ = take_from_model(arguments(given))
     plan = plan_model(args.model, 512)
     return build_model(plan, args.model, STAGE_0, torch.float32, 0, RANKS), plan, args

@@ -33,7 +33,7 @@ def batch_of(kept: tuple[int, ...]) -> Batch:
 
 
 class Tower(torch.nn.Module):
-    """Features of a blank picture."""
+    """Features of a blank image."""
 
     def forward(self, pixel_values: torch.Tensor, inputs: dict | None = None) -> torch.Tensor:
         return torch.ones(len(pixel_values), 1, 8)

@@ -33,8 +33,8 @@ def module_of(shapes: dict[str, tuple[int, ...]]) -> nn.Module:
 
 
 def check_that_each_number_counts_once(ranks: list[tuple[Placement, nn.Module]]) -> None:
-    """Assert that all ranks name the same parameters, and that each number is counted by one. ranks: the placement and
-    the module of each."""
+    """Assert that all ranks have the same parameter names, and that exactly one rank counts each number. ranks:
+    placement and module per rank."""
     named = [[(s.name, s.shape, s.dtype, s.owner) for s, _ in each.shares(model)] for each, model in ranks]
     assert all(names == named[0] for names in named)
     assert {name: shape for name, shape, _, _ in named[0]} == SHAPES and len(named[0]) == len(SHAPES)

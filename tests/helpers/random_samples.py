@@ -49,6 +49,6 @@ def random_samples(seed: int, options: ImageOptions = SQUARE) -> list[LoadedSamp
         for piece, layout in zip(pieces[1:], layouts):
             ids += [IMAGE_TOKEN_INDEX] * layout.num_tokens + piece
         labels = [IGNORE_INDEX if token < 0 or rng.random() < 0.5 else token for token in ids]
-        cut = rng.randint(1, len(ids))  # model_max_length may cut anywhere, also inside a picture
+        cut = rng.randint(1, len(ids))  # model_max_length may cut anywhere, even inside an image
         samples.append(sample(ids[:cut], labels[:cut], layouts, 10 * i))
     return samples

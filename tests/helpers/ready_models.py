@@ -43,7 +43,7 @@ from transformers.video_utils import VideoMetadata, make_batched_videos
 from llava_ds.extensions.ready import known_families
 from llava_ds.extensions.ready.ready_videos import in_words
 
-SIDE, PATCH = 32, 8  # of a tile and of a patch, in pixels: 4 features a tile
+SIDE, PATCH = 32, 8  # pixels of a tile's and a patch's side: 4 features per tile
 TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.2,
@@ -52,7 +52,7 @@ VISION = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": SIDE,
     "patch_size": PATCH, "initializer_range": 0.2,
 }  # fmt: skip
-# With heads of 8, whose vectors are normalised, a plain loop that adds a step's samples in reverse differs by 1e-4.
+# Heads of 8 with normalised vectors: a plain loop that adds a step's samples in reverse order differs by 1e-4.
 DELTA_NET = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -112,8 +112,8 @@ GEMMA_TEMPLATE = (
     "{{ '<end_of_turn>\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"
 )
-# Gemma 4's leave out thoughts of answers. Larger sizes' ask for an answer behind an empty one, which they write before
-# no answer, unless they are to think.
+# Gemma 4's leave thoughts out of answers. Larger sizes' end the prompt after an empty thought, and write none before an
+# existing answer, unless thinking is enabled.
 GEMMA4_SMALL_TEMPLATE = (
     "{%- macro answer(text) -%}{%- set kept = namespace(text='') -%}{%- for part in text.split('<channel|>') -%}"
     "{%- set kept.text = kept.text + part.split('<|channel>')[0] -%}{%- endfor -%}{{ kept.text | trim }}"
@@ -134,8 +134,8 @@ GEMMA4_TEMPLATE = GEMMA4_SMALL_TEMPLATE.replace(
     "{{ bos_token }}",
     "{{ bos_token }}{%- if enable_thinking | default(false) -%}{{ '<|turn>system\n<|think|><turn|>\n' }}{%- endif -%}",
 )
-# Those of reasoning models (Qwen3-VL-Thinking's) write a thought, empty or not, before answers behind the last
-# question, and ask inside an open one. Qwen3.5's larger sizes' ask behind an empty one where they are not to think.
+# Reasoning models' (Qwen3-VL-Thinking's) write a thought, empty or not, before answers after the last question, and end
+# the prompt inside an open thought. Qwen3.5's larger sizes' end it after an empty thought if thinking is disabled.
 OPEN_THOUGHT_TEMPLATE = (
     "{%- macro written(content) -%}{%- if content is string -%}{{ content }}{%- else -%}{%- for part in content -%}"
     "{%- if part['type'] == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>"
@@ -159,8 +159,8 @@ REASONING_TEMPLATE = OPEN_THOUGHT_TEMPLATE.replace(
     "{{ '<|im_start|>assistant\n<think>\n' }}{%- if enable_thinking is defined and enable_thinking is false -%}"
     "{{ '\n</think>\n\n' }}{%- endif -%}",
 )
-# Where answers are marked, transformers' processors say themselves what is learned. Conversations with videos are
-# written by another template than SmolVLM's own, which has none.
+# With marked answers, transformers' processors return the learned tokens. Conversations with videos use another
+# template, because SmolVLM's own has no videos.
 SMOLVLM_MARKED = (
     SMOLVLM_TEMPLATE.replace("{{ '<image>' }}", "{{ '<image>' }}{% elif line['type'] == 'video' %}{{ '<video>' }}")
     .replace(
@@ -200,7 +200,7 @@ def marked_gemma4(template: str) -> str:
     ).replace("{{ '<turn|>\n' }}", "{{ '\n' if message['role'] == 'assistant' else '<turn|>\n' }}")
 
 
-# Under which a family's template asks for an answer by the beginning of what it writes with one.
+# Variables with which a family's prompt is a prefix of the text with the answer.
 VARIABLES = {"gemma4": {"enable_thinking": True}}
 TEMPLATES = {
     "idefics3": SMOLVLM_TEMPLATE, "smolvlm": SMOLVLM_TEMPLATE, "internvl": INTERNVL_TEMPLATE,
@@ -247,14 +247,14 @@ ENDS = {
     "gemma3": "<end_of_turn>",
     "gemma4": "<turn|>",
     "gemma4_e": "<turn|>",
-}  # of answers, where texts have another end
+}  # for answers, if texts have another end
 QWEN_PROCESSORS = {
     "qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor,
     **EXPERTS, "qwen3_5": Qwen3VLProcessor,
 }  # fmt: skip
 WITH_VIDEOS = ("smolvlm", "internvl", "gemma4", "gemma4_e", *QWEN_PROCESSORS)
 
-VIDEO_CELLS = 150  # of all frames of a video, where times are between them
+VIDEO_CELLS = 150  # for all frames of a video, with times between frames
 FRAME_TOKENS = 20  # of Gemma 4
 
 
@@ -277,7 +277,7 @@ def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, templat
         for name, buffer in model.state_dict().items():
             if name.endswith((".std_bias", ".std_scale", ".layer_scalar")):
                 buffer.copy_(1 + torch.randn_like(buffer) / 5)
-            elif name.endswith(("put_min", "put_max")):  # bounds of what goes into a matrix and comes out of it
+            elif name.endswith(("put_min", "put_max")):  # bounds of a matrix's inputs and outputs
                 buffer.fill_(-1.5 if name.endswith("min") else 1.5)
     model.save_pretrained(folder)
     if family == "qwen3_vl_moe":
@@ -349,7 +349,7 @@ def image_processor_of(family: str):
         return GotOcr2ImageProcessorPil(size={"height": SIDE, "width": SIDE}, min_patches=1, max_patches=6)
     if family == "gemma3":
         return Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
-    if family.startswith("gemma4"):  # of the numbers of tokens that it takes, the least
+    if family.startswith("gemma4"):  # the smallest number of tokens that it accepts
         return Gemma4ImageProcessorPil(patch_size=PATCH, pooling_kernel_size=2, max_soft_tokens=70)
     kind = SmolVLMImageProcessorPil if family == "smolvlm" else Idefics3ImageProcessorPil
     return kind(size={"longest_edge": 3 * SIDE}, max_image_size={"longest_edge": SIDE})
@@ -393,9 +393,8 @@ def video_size_of(family: str) -> dict:
 
 
 class Videos:
-    """In the place of transformers' video processor, which needs torchvision: its own formulas, resized by Pillow.
-
-    metadata: of the videos of the next call, whose frames are chosen already.
+    """Replaces transformers' video processor (it needs torchvision): the same formulas, resized by Pillow. metadata:
+    for the next call's videos, with frames already chosen.
     """
 
     merge_size = temporal_patch_size = 2
@@ -461,7 +460,7 @@ class Videos:
 
 @contextmanager
 def openable() -> Iterator[None]:
-    """Let processors be made without num2words and torchvision, which videos need."""
+    """Allow processors without num2words and torchvision (videos need them)."""
     with (
         mock.patch.object(processing_smolvlm, "num2words", in_words),
         mock.patch.object(ProcessorMixin, "check_argument_for_proper_class"),

@@ -36,7 +36,7 @@ QUICK += ["tests/test_imports.py", "tests/test_house.py", "tests/test_docs.py"]
 
 
 def copy_of_project(folder: Path) -> None:
-    """Copy what git knows, and what it does not ignore."""
+    """Copy the files that git tracks or does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
     )
@@ -74,7 +74,7 @@ def delete(folder: Path, name: str) -> None:
         path.unlink()
     named = [path.relative_to(folder).as_posix() for path in (*scripts, *tests)]
     for makefile in (folder / "Makefile", *folder.glob("llava_ds/extensions/*/targets.mk")):
-        commands = re.split(r"(?<!\\)\n", makefile.read_text())  # with the lines that go on
+        commands = re.split(r"(?<!\\)\n", makefile.read_text())  # with its continuation lines
         makefile.write_text("\n".join(line for line in commands if not any(path in line for path in named)))
     link = re.compile(rf"\]\((?:docs/)?{name}\.md[)#]")
     for page in [*folder.glob("*.md"), *folder.glob("docs/*.md"), *folder.glob("ds_configs/*.md")]:
@@ -95,7 +95,7 @@ def without_entry(source: str, name: str) -> str:
 
 
 def nearest(folder: Path, names: list[str]) -> list[str]:
-    """The files of tests that are about extensions, or that name one of these or one of their flags."""
+    """List test files about extensions, and test files that name one of these extensions or one of its flags."""
     words = {word for name in names for word in (name, *EXTENSIONS[name].flags.split())}
     named = re.compile(rf"\b({'|'.join(words)})\b")
     found = [path for path in folder.glob("tests/**/test_*.py") if named.search(path.read_text())]
@@ -103,7 +103,7 @@ def nearest(folder: Path, names: list[str]) -> list[str]:
 
 
 def run_tests(folder: Path, names: list[str], quick: bool) -> int:
-    """Write the page of flags anew, and run the tests. The bars of sizes are those of the whole project."""
+    """Regenerate the page of flags, and run the tests. Size limits stay at the whole project's."""
     environ = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     with (folder / "docs" / "flags.md").open("w") as page:
         subprocess.run([sys.executable, "run/dev/flags.py"], cwd=folder, env=environ, stdout=page, check=True)

@@ -1,6 +1,5 @@
-"""Toy runs of which ranks share samples or matrices, and that they train what one rank does.
-
-The optimizer is SGD without momentum, so that weights differ by what gradients do.
+"""Toy runs whose ranks share samples or matrices, compared with one rank. The optimizer is SGD without momentum, so
+that weights differ exactly as gradients do.
 """
 
 import json
@@ -20,7 +19,7 @@ LONG = 3000  # tokens of one sample, at least
 # away from itself after five steps; at 0.02 every layout stays within 2e-7.
 TORN = {"eval_fraction": 0.2, **if_there("samples", sample_steps=STEPS), "learning_rate": 0.02, "mm_projector_lr": 0.02}
 TRAINED_TOWER = {"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter,mm_language_model"}
-# More of the DeepSpeed JSON, in the place of a stage.
+# Additional DeepSpeed JSON, instead of a stage.
 OFFLOAD = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     "zero_force_ds_cpu_optimizer": False,
@@ -28,8 +27,8 @@ OFFLOAD = {
 
 
 def write_data(folder: Path) -> dict[str, dict[str, str]]:
-    """Toy data by the first word of a run's name: one with a long sample, one with videos, one with images torn, and
-    one with weights of answers, of which some images are torn, too."""
+    """Toy data by the first word of a run's name: a long sample, videos, broken images, or answer weights with some
+    broken images."""
     data = {
         name: toys.write_data(folder / name, "ititiiittiittitttttttttiii" * 2)
         for name in ("plain", "video", "torn", "weighed")
@@ -109,7 +108,7 @@ def check_same(one: Path, shared: Path) -> None:
 
 
 def relative_difference(one: Path, other: Path) -> float:
-    """Of all weights together, as the root of the mean square."""
+    """Root of the mean square over all weights."""
     expected, found = weights_of(one), weights_of(other)
     squares = [
         ((expected[key].float() - found[key].float()).square().sum(), expected[key].float().square().sum())

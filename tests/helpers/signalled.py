@@ -19,7 +19,7 @@ MARK = "LLAVA_DS_TESTED_RUN"
 
 
 class Started:
-    """A run in the background, in a session of its own. As a context manager it leaves no process behind."""
+    """A background run in its own session. The context manager ends all its processes."""
 
     def __init__(self, num_ranks: int, flags: dict[str, object], command: Sequence[str] = (), **variables: str) -> None:
         """command: another way to start it than DeepSpeed's; variables: more of the environment."""
@@ -84,7 +84,7 @@ class Started:
         self.wait_until(lambda: len(self.steps()) >= step, timeout_s)
 
     def wait_until(self, done: Callable[[], bool], timeout_s: float = 600) -> None:
-        """Wait for something that only happens while the run goes on."""
+        """Wait for something that only happens during the run."""
         self._wait(done, timeout_s, while_it_runs=True)
 
     def wait_for_end(self, timeout_s: float = 300) -> int:

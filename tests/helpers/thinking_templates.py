@@ -43,7 +43,7 @@ _SPLIT = (
 )
 _PROMPT = "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 
-# Qwen3's: a thought behind the last question, from a field or from the text; calls as JSON.
+# Qwen3's: a thought after the last question, from a field or the text; calls as JSON.
 QWEN3 = (
     _TEXT + _LAST + _TOOLS + "{%- for m in messages -%}{%- set content = words(m['content']) -%}"
     "{%- if m['role'] == 'assistant' -%}{%- set thought = '' -%}" + _SPLIT + "{{ '<|im_start|>assistant\\n' }}"
@@ -51,7 +51,7 @@ QWEN3 = (
     "{{ '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}{%- endif -%}{{ content }}"
     + _JSON_CALLS + "{{ '<|im_end|>\\n' }}" + _RESULT + _OTHERS + _PROMPT
 )  # fmt: skip
-# Qwen3.5's: a thought from a field alone, calls as items, whose arguments have to be objects; an open prompt.
+# Qwen3.5's: a thought only from a field; calls as items with objects as arguments; an open prompt.
 QWEN35 = (
     _TEXT + _LAST + _TOOLS + "{%- for m in messages -%}{%- set content = words(m['content']) | trim -%}"
     "{%- if m['role'] == 'assistant' -%}{{ '<|im_start|>assistant\\n' }}"
@@ -60,7 +60,7 @@ QWEN35 = (
     + _ITEM_CALLS + "{{ '<|im_end|>\\n' }}" + _RESULT + _OTHERS
     + "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n<think>\\n' }}{%- endif -%}"
 )  # fmt: skip
-# Gemma 4's: a channel of thoughts; results inside the turn of the call, which the next answer goes on with.
+# Gemma 4's: a channel of thoughts; results inside the call's turn, and the next answer continues that turn.
 GEMMA4 = (
     _LAST + "{%- macro spoken(c) -%}{%- set ns = namespace(t='') -%}{%- set c = c if c is string else c[0]['text'] -%}"
     "{%- for part in c.split('<channel|>') -%}{%- set ns.t = ns.t + part.split('<|channel>')[0] -%}{%- endfor -%}"
@@ -84,7 +84,7 @@ GEMMA4 = (
     "{%- if add_generation_prompt and not was.open and messages[-1]['role'] != 'tool' -%}{{ '<|turn>model\\n' }}"
     "{%- endif -%}"
 )
-# Gemma 4's first one: a thought beside calls alone.
+# Gemma 4's first one: a thought only with calls.
 GEMMA4_CALLS = GEMMA4.replace("loop.index0 > ns.last -%}", "loop.index0 > ns.last and m['tool_calls'] -%}")
 # Magistral's: thoughts are parts; a call is a name and arguments; no word comes before an answer.
 MAGISTRAL = (
@@ -104,7 +104,7 @@ DEEPSEEK = (
     "{%- set content = content.split('</think>')[-1] -%}{%- endif -%}"
     "{{ '<|im_start|>' + m['role'] + '\\n' + content + '<|im_end|>\\n' }}{%- endfor -%}" + _PROMPT
 )
-# Writes all texts as they are.
+# Writes all texts unchanged.
 PLAIN = (
     _TEXT + "{%- for m in messages -%}{{ '<|im_start|>' + m['role'] + '\\n' + words(m['content']) + '<|im_end|>\\n' }}"
     "{%- endfor -%}" + _PROMPT

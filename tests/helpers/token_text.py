@@ -1,4 +1,4 @@
-"""The exact text of token ids, for tokenizers of bytes and of sentencepiece."""
+"""The exact text of token ids, for byte-level and sentencepiece tokenizers."""
 
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -25,13 +25,13 @@ def text_of_ids(ids: list[int], tokenizer) -> str:
 
 
 def _bytes_of_alphabet() -> list[int]:
-    """The byte of every letter of the byte-level alphabet, which GPT-2 defined, in the letters' order."""
+    """Byte of every letter in GPT-2's byte-level alphabet, in the letters' order."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     return shown + [byte for byte in range(256) if byte not in shown]
 
 
 def runs(labels, end_ids: set[int] = frozenset()) -> list[list[int]]:
-    """Every unbroken run of supervised ids; a run ends behind an end marker."""
+    """Every unbroken run of supervised ids; a run ends after an end marker."""
     found, run = [], []
     for label in [*map(int, labels), IGNORE_INDEX]:
         if label != IGNORE_INDEX:

@@ -32,7 +32,7 @@ from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
 
 IMAGE_SIZE, PATCH_SIZE = 24, 8
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
-# Further families of towers by model_type, and what they have of their own.
+# Further tower families by model_type, with their special settings.
 TOWERS = {
     "dinov2": {"mlp_ratio": 2},
     "dinov2_with_registers": {"mlp_ratio": 2, "num_register_tokens": 3},
@@ -48,7 +48,7 @@ TEXTS = [
 ANSWERS = ["yes", "It is a red cat.", "two", "There is no dog, but a cat."]
 
 
-# What a random language model of each family has of its own. Windows are shorter than most samples of write_data.
+# Special settings of each family's random language model. Windows are shorter than most samples of write_data.
 FAMILIES = {
     "llama": {},
     "qwen2": {"tie_word_embeddings": True},
@@ -73,13 +73,13 @@ FAMILIES = {
         "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 17, "attn_logit_softcapping": 5.0,
         "final_logit_softcapping": 8.0, "hidden_activation": "gelu_pytorch_tanh",
     },
-    # Names of its own for trunk and ends, which are tied.
+    # Its own names for trunk and ends; the ends are tied.
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_inner": 48},
     # Multipliers everywhere, and logits divided by one.
     "granite": {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.2, "logits_scaling": 4.0,
     },
-    # Mixtures of experts: of their own width, beside a shared one and a layer without, or as wide as an MLP.
+    # Mixtures of experts: with their own width, a shared expert and a layer without experts; or as wide as an MLP.
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
@@ -99,7 +99,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-# Those of an extension, which may have been deleted.
+# From an extension that may have been deleted.
 MIXTURES = tuple(family for family, own in FAMILIES.items() if "num_experts_per_tok" in own)
 
 
@@ -158,7 +158,7 @@ def write_tower(folder: Path, kind: str = "clip", **changed: object) -> dict[str
 
 
 def tower_config(kind: str, **changed: object) -> PreTrainedConfig:
-    """The configuration of a tiny tower of one of TOWERS."""
+    """The configuration of a tiny tower from TOWERS."""
     options = {**TOWER, "image_size": IMAGE_SIZE, "patch_size": PATCH_SIZE, **TOWERS[kind], **changed}
     return AutoConfig.for_model(kind, **options)
 
@@ -300,13 +300,13 @@ def write_qwen_base(folder: Path) -> dict[str, str]:
 
 
 def model_arguments(**flags: object) -> ModelArguments:
-    """Flags of the model, with those of extensions."""
+    """The model's flags, including flags from extensions."""
     plain = Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset())
     return plain.replaced(**flags).model
 
 
 def add_lora(model: nn.Module, args: ModelArguments, seed: int) -> object:
-    """LoRA in a language model alone. Returns its layout."""
+    """Add LoRA to a language model. Returns its layout."""
     layers = pytest.importorskip("llava_ds.extensions.lora.layers")
     whole = nn.Module()
     whole.vision_tower, whole.projector, whole.language_model = nn.Module(), nn.Module(), model
@@ -317,7 +317,7 @@ def add_lora(model: nn.Module, args: ModelArguments, seed: int) -> object:
 
 
 def add_plain_tokens(folder: Path, *tokens: str) -> None:
-    """Give the tokenizer in a folder more tokens, which are not special, as a user does with transformers."""
+    """Add ordinary tokens to the tokenizer in a folder, as a user does with transformers."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.add_tokens(list(tokens)) == len(tokens)
     tokenizer.save_pretrained(folder)

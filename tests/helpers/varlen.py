@@ -11,8 +11,8 @@ def attend_as_documented(
 ) -> torch.Tensor:
     """(queries, H, E) in float64, a sample at a time: q (queries, H, E); k and v (keys, K, E).
 
-    A sample's queries are its last tokens; they see window_size keys before and behind their own, -1 for all; a cap of
-    0 is none.
+    A sample's queries are its last tokens; they see window_size keys before and after their own, -1 for all; a cap of 0
+    means no cap.
     """
     groups, parts = q.shape[1] // k.shape[1], []
     q, k, v = (x.double().transpose(0, 1) for x in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))

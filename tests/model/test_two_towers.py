@@ -108,8 +108,8 @@ def test_transformers_has_no_place_for_the_second(folders):
     args = arguments(folders, pair_of(folders, "siglip", "dino"))
     plan = plan_model(args.model, 512)
     form, [line] = export_format(args, plan, plan.tower.image_options(args))
-    assert form == "llava" and "transformers' classes have one tower: give one to --vision_tower" in line
-    assert "LLaVA's own code has no place for a second tower: llava_ds alone opens the model" in line
+    assert form == "llava" and "transformers' classes have one tower: give one --vision_tower" in line
+    assert "LLaVA's own code has no place for a second tower: only llava_ds opens the model" in line
 
 
 def test_both_folders_are_looked_for_and_remembered(folders, tmp_path):

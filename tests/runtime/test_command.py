@@ -166,8 +166,8 @@ def test_a_command_of_which_only_its_output_is_of_use_says_that_it_is_lost(print
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == EXIT_BAD_INPUT
     assert done.stderr == (
-        "run/x.py: error: stdout could not be written, the output is cut off: No space left on device (ENOSPC): make "
-        "room, or write elsewhere\n"
+        "run/x.py: error: stdout could not be written, and the output is cut off: No space left on device "
+        "(ENOSPC): free disk space, or write elsewhere\n"
     )
 
 

@@ -78,7 +78,7 @@ def test_a_device_that_can_not_be_asked_any_more_hides_no_message(monkeypatch):
         raise torch.AcceleratorError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", fails)
-    assert in_use(torch.device("cuda")) == "the device can't be asked any more"
+    assert in_use(torch.device("cuda")) == "the device no longer responds"
 
 
 def test_a_command_ends_with_one_message(monkeypatch):

@@ -1,4 +1,4 @@
-"""Who is behind in a run that stands still, and who holds it up, from what the ranks last said."""
+"""Messages about a run that hangs: the ranks that hold it up, from their last heartbeats."""
 
 import pytest
 
@@ -40,12 +40,12 @@ def test_the_message_names_rank_place_and_samples():
     ranks.insert(1, known(1, silent_s=31.0, state="stopped", where="loader.py:205 (windows)"))
     first, second = standstill(ranks, 10.0, {1: ", on 2 samples (a1, a2)", 0: ", on none"}).splitlines()
     assert first == (
-        "the run stands still: rank 1 on gpu-02 (pid 101) is behind (no sign of life for 31 s, its process is "
+        "the run hangs: rank 1 on gpu-02 (pid 101) holds it up (no sign of life for 31 s, its process is "
         "stopped), in step 7 for 51 s, at loader.py:205 (windows), on 2 samples (a1, a2)"
     )
     assert second == "  ranks 0, 2-3: in step 7, waits at distributed_c10d.py:9 (all_reduce), for 20 s"
     said = standstill([known(0, **WAITS), known(1, **WAITS)], 10.0, {})
-    assert said.startswith("the run stands still, and no rank is behind: all wait alike")
+    assert said.startswith("the run hangs, and no rank holds up the others: all ranks wait")
 
 
 def test_a_rank_at_work_while_the_others_wait_is_a_straggler():

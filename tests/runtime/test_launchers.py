@@ -105,7 +105,7 @@ def test_a_process_that_nothing_announces_is_alone(environ, noted):
         ({**TASK, "SLURM_STEP_TASKS_PER_NODE": "0"}, "expected numbers like"),
         ({**TASK, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x': expected a whole number"),
         ({**TASK, "SLURM_STEP_NODELIST": "gpu[1-"}, r"the node list 'gpu\[1-' can't be read .*export MASTER_ADDR"),
-        ({**TASK, "SLURM_STEP_NODELIST": ""}, "neither SLURM_STEP_NODELIST nor MASTER_ADDR"),
+        ({**TASK, "SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST and MASTER_ADDR are not set"),
         ({**TASK, "SLURM_STEP_TASKS_PER_NODE": "4(2)"}, "expected numbers like"),
     ],
 )
@@ -121,7 +121,7 @@ TWO_OF_MPI = {**dict.fromkeys(MPI, "2"), "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM
 @pytest.mark.parametrize(
     ("environ", "line"),
     [
-        ({**STEP, "SLURM_PROCID": "5"}, "SLURM_PROCID is 5, but SLURM_STEP_NUM_TASKS is 2: ranks count from 0 to 1"),
+        ({**STEP, "SLURM_PROCID": "5"}, "SLURM_PROCID is 5, but SLURM_STEP_NUM_TASKS is 2: expected 0 to 1"),
         ({**STEP, "SLURM_PROCID": "x", "SLURM_LOCALID": "y"}, "SLURM_PROCID is 'x': expected a whole number from 0"),
         ({**STEP, "SLURM_LOCALID": "7"}, "SLURM_LOCALID is 7, but SLURM_STEP_NUM_TASKS is 2"),
         ({**STEP, "SLURM_STEP_NUM_TASKS": "9" * 5000}, "SLURM_STEP_NUM_TASKS is '999"),

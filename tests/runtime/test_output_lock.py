@@ -109,7 +109,7 @@ def test_a_run_that_was_asked_to_stop_is_waited_for(tmp_path, capsys):
     with OutputLock() as lock:
         lock.take(tmp_path)
         assert time.monotonic() - began > 0.5
-    assert "which has been asked to stop: waiting" in capsys.readouterr().out
+    assert "it is stopping: waiting" in capsys.readouterr().out
     first.wait()
 
 
@@ -206,12 +206,12 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path):
         said, _ = child.communicate(timeout=20)
     finally:
         child.kill()
-    assert (child.returncode, said) == (2, f"refused {tmp_path / NAME} is a link that leads nowhere: remove it\n")
+    assert (child.returncode, said) == (2, f"refused {tmp_path / NAME} is a broken link: remove it\n")
 
 
 def test_what_is_no_file_and_a_folder_that_cannot_be_written_to_are_named(tmp_path):
     os.mkfifo(tmp_path / NAME)
-    with pytest.raises(ConfigError, match=f"{NAME} is no file of a run's"):
+    with pytest.raises(ConfigError, match=f"{NAME} is not a regular file"):
         OutputLock().take(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"--output_dir can't be written to: .*ENOTDIR"):

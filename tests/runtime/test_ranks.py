@@ -28,7 +28,7 @@ def test_ranks_that_differ_are_named(monkeypatch):
     mine = {"torch": "2.13.0", "python": "3.11"}
     everyone = [mine, {**mine, "torch": "2.12.0"}, mine, mine]
     monkeypatch.setattr(distributed, "gather", lambda value, ranks: everyone)
-    message = 'torch is not the same on all ranks: "2.13.0" on ranks 0, 2-3; "2.12.0" on rank 1\ndo this'
+    message = 'torch differs between ranks: "2.13.0" on ranks 0, 2-3; "2.12.0" on rank 1\ndo this'
     with pytest.raises(ConfigError) as error:
         check_same(mine, FOUR, "do this")
     assert str(error.value) == message
@@ -41,7 +41,9 @@ def test_a_folder_that_not_all_ranks_share(monkeypatch, tmp_path):
     monkeypatch.setattr(distributed, "broadcast_from_first", lambda ranks, ask: seen.append(ask()) or seen[-1])
     monkeypatch.setattr(distributed, "gather", lambda value, ranks: [value, True, False, False])
     folder = tmp_path / "out"
-    with pytest.raises(ConfigError, match=r"--output_dir .*out: ranks 2-3 of 4 do not find there what rank 0 wrote"):
+    with pytest.raises(
+        ConfigError, match=r"--output_dir .*out: ranks 2-3 of 4 do not see there a file that rank 0 wrote"
+    ):
         check_shared_folder(folder, "--output_dir", FOUR, wait_s=0)
     monkeypatch.setattr(distributed, "gather", lambda value, ranks: [value] * 4)
     check_shared_folder(folder, "--output_dir", FOUR, wait_s=0)

@@ -158,10 +158,10 @@ WRONG = [
     ({"RANK": "x"}, "RANK is 'x': expected a whole number from 0"),
     ({"RANK": "-1"}, "RANK is '-1': expected a whole number from 0"),
     ({"RANK": ""}, "RANK is '': expected a whole number from 0"),
-    ({"RANK": "5"}, "RANK is 5, but WORLD_SIZE is 2: ranks count from 0 to 1"),
+    ({"RANK": "5"}, "RANK is 5, but WORLD_SIZE is 2: expected 0 to 1"),
     ({"LOCAL_RANK": "1.5"}, "LOCAL_RANK is '1.5': expected a whole number from 0"),
-    ({"LOCAL_RANK": "2"}, "LOCAL_RANK is 2, but WORLD_SIZE is 2: ranks count from 0 to 1"),
-    ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is 1, but LOCAL_WORLD_SIZE is 1: ranks count from 0"),
+    ({"LOCAL_RANK": "2"}, "LOCAL_RANK is 2, but WORLD_SIZE is 2: expected 0 to 1"),
+    ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is 1, but LOCAL_WORLD_SIZE is 1: expected 0"),
     ({"LOCAL_SIZE": "two"}, "LOCAL_SIZE is 'two': expected a whole number from 1"),
     ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0': expected a whole number from 1"),
     ({"WORLD_SIZE": "9" * 30}, f"WORLD_SIZE is '{'9' * 30}': expected a whole number from 1"),
@@ -176,7 +176,7 @@ def test_variables_that_cannot_be_true_are_refused(change, line):
     with pytest.raises(ConfigError) as error:
         check_variables({**TWO, **change})
     first, *_, last = str(error.value).splitlines()
-    assert first.startswith(line) and last.startswith("unset what no launcher has set")
+    assert first.startswith(line) and last.startswith("unset these variables if no launcher set them")
 
 
 def test_variables_that_can_be_true_are_not():

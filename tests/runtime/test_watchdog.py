@@ -125,7 +125,7 @@ def test_a_step_over_its_limit_ends_the_run_with_its_samples_and_stacks(start):
     run.thread.join(20)
     assert run.codes == [EXIT_RANK_LOST]
     (message,) = run.said
-    assert "run/train.py: error: the run stands still: rank 0" in message and "in step 2 for" in message
+    assert "run/train.py: error: the run hangs: rank 0" in message and "in step 2 for" in message
     assert "2 samples of step 2, rank 0" in message and "--watchdog_step_s 0.3" in message
     stacks = (run.folder / "hang-rank0.txt").read_text()
     assert "in step 2" in stacks and "in test_a_step_over_its_limit" in stacks and "_watch" in stacks
@@ -159,7 +159,7 @@ def test_starting_may_take_long_while_it_gets_on(start, monkeypatch):
         sum(range(4000))
     assert run.codes == []
     run.thread.join(20)
-    assert run.codes == [EXIT_RANK_LOST] and "in its start" in run.said[0]
+    assert run.codes == [EXIT_RANK_LOST] and "at startup" in run.said[0]
 
 
 def test_a_wait_that_spins_is_no_progress(start, monkeypatch):
@@ -277,8 +277,11 @@ def test_a_rank_waits_as_long_as_another_is_in_time(start):
     assert run.codes == []
     run.others.says = [peer("save")]
     run.thread.join(20)
-    assert run.codes == [EXIT_RANK_LOST] and "rank 1 on here (pid 101) is behind (the others are further" in run.said[0]
-    assert run.others.sent[-1].ends.startswith("the run stands still: rank 1") and run.others.sent[-1].hangs
+    assert (
+        run.codes == [EXIT_RANK_LOST]
+        and "rank 1 on here (pid 101) holds it up (the other ranks are ahead" in run.said[0]
+    )
+    assert run.others.sent[-1].ends.startswith("the run hangs: rank 1") and run.others.sent[-1].hangs
     assert run.others.sent[-1].speaker == 0 and len(run.said) == 1
 
 
@@ -304,7 +307,7 @@ def test_a_rank_that_hears_few_judges_only_when_no_watcher_is_left(start, monkey
     blocks(0.6)
     assert run.codes == [] and run.said == []
     run.thread.join(20)
-    assert run.codes == [EXIT_RANK_LOST] and "rank 1 on here (pid 101) is behind (no sign of life" in run.said[0]
+    assert run.codes == [EXIT_RANK_LOST] and "rank 1 on here (pid 101) holds it up (no sign of life" in run.said[0]
 
 
 def test_a_process_that_died_is_named_at_once(start):
@@ -344,16 +347,16 @@ def test_the_end_that_another_rank_tells_ends_this_one(start):
     run.others.says = [peer(ends="rank 3 on far died", hangs=True)]
     run.thread.join(20)
     assert run.codes == [EXIT_RANK_LOST] and (run.folder / "hang-rank0.txt").exists()
-    assert run.said == ["rank 3 on far died (so says rank 1 on far (pid 101)): this machine's ranks end, too"]
+    assert run.said == ["rank 3 on far died (reported by rank 1 on far (pid 101)): this machine's ranks end now"]
 
 
 def test_a_standstill_is_printed_whichever_rank_judges_first(start):
     """The first rank alive prints it, for all judge at about the same moment."""
     run = start(2, watchdog_step_s=0.3)
-    run.others.says = [peer(ends="the run stands still: rank 1 is behind", hangs=True, speaker=0)]
+    run.others.says = [peer(ends="the run hangs: rank 1 holds it up", hangs=True, speaker=0)]
     run.thread.join(20)
     (message,) = run.said
-    assert message.startswith("run/train.py: error: the run stands still: rank 1 is behind\n  the limit is ")
+    assert message.startswith("run/train.py: error: the run hangs: rank 1 holds it up\n  the limit is ")
     assert "--watchdog_step_s 0.3" in message and run.codes == [EXIT_RANK_LOST]
 
 
@@ -389,7 +392,7 @@ def test_who_holds_the_others_up_is_said(start):
         blocks(0.05)
         if run.said:
             break
-    assert run.said and run.said[0].startswith("watchdog: rank 0 on here (pid 100) holds the others up")
+    assert run.said and run.said[0].startswith("watchdog: rank 0 on here (pid 100) holds up the others")
     assert "for 33% (median)" in run.said[0] and run.codes == []
 
 
@@ -402,12 +405,12 @@ def test_a_limit_is_no_less_than_none(name):
 def test_a_rank_that_was_asked_to_leave_is_not_said_to_have_crashed(start):
     run = start(world_size=2)
     run.dog.set_phase("step", 3)
-    run.dog.leaving("the process that started this run is gone")
+    run.dog.leaving("the process that started this run has ended")
     assert [(beat.ends, beat.leaves) for beat in run.others.sent if beat.ends] == [
-        ("rank 0 on here (pid 100) left in step 3: the process that started this run is gone", True)
+        ("rank 0 on here (pid 100) left in step 3: the process that started this run has ended", True)
     ]
     run.others.says.append(Beat(1, "step", 3, ends="rank 1 on here (pid 101) left in step 3: SIGTERM", leaves=True))
     run.others.gone.append(1)  # its process ends at once
     run.thread.join(20)
     assert run.codes == [EXIT_RANK_LOST]
-    assert run.said == ["run/train.py: rank 1 on here (pid 101) left in step 3: SIGTERM; the others end, too"]
+    assert run.said == ["run/train.py: rank 1 on here (pid 101) left in step 3: SIGTERM; the other ranks end now"]

@@ -25,7 +25,7 @@ def test_sound_rows_go_on_and_the_damaged_file_is_kept(tmp_path, capsys, damage)
     path.write_bytes(b"\n".join([*lines[:2], damage, lines[2], b""]))
     before = path.read_bytes()
     mend_side_files(tmp_path, NAMES, RANKS)
-    assert "of its lines 1 hold no row (3), the 3 others go on" in capsys.readouterr().out
+    assert "1 lines are not valid rows (3) and are removed, 3 are kept" in capsys.readouterr().out
     (kept,) = tmp_path.glob("metrics.jsonl.damaged-*")
     assert kept.read_bytes() == before
     MetricsLog(path, 2)

@@ -72,4 +72,4 @@ def test_a_table_says_what_its_conditions_mean(tmp_path):
     scores = {name: {"overall": [1.0, 2]} for name in ("with picture", BLANK_IMAGE)}
     (tmp_path / "evaluation.json").write_text(json.dumps({"metric": "accuracy", "scores": scores}))
     page = report_page(read_run(tmp_path))
-    assert "blank image: an image of one colour" in page and "neither image nor mark" not in page
+    assert "blank image: every image replaced by a plain colour" in page and "no image and no image mark" not in page

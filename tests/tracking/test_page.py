@@ -144,7 +144,7 @@ def test_the_page_shows_all_of_a_run_and_nothing_of_it_as_html(tmp_path):
         "not finite: 1", "--learning_rate", "given", "--train_batch_size", '"stage": 2', "checkpoint-10",
         "no manifest", "cd /w\ndeepspeed --num_accelerators 2 run/train.py \\\n  --data_path 'my data.json'",
         "2.13", "abc",
-        "1 sample of --eval_data_path", "broke, at the last measurement: 3",
+        "1 sample of --eval_data_path", "broke in the last evaluation: 3",
     ):  # fmt: skip
         assert part in elements.text, part
     assert elements.text.count(EVIL) >= 8  # as text, wherever it came from
@@ -199,7 +199,7 @@ def test_without_scores_the_page_says_how_to_get_them(tmp_path, scores):
     folder = write_run(tmp_path / "stage-1", tune_mm_mlp_adapter=True)
     (folder / "evaluation.json").unlink()
     text = Elements(write_report(folder).read_text()).text
-    assert "Stage 1 leaves a projector" in text and "run/evaluate.py" not in text
+    assert "Stage 1 trains only a projector" in text and "run/evaluate.py" not in text
 
 
 def test_a_logarithmic_axis_is_marked_as_such():

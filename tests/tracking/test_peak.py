@@ -48,5 +48,5 @@ def test_fp32_has_the_figure_of_tf32_where_it_is_on():
 
 def test_a_cpu_is_measured_and_the_line_says_so():
     found, line = peak_flops(torch.device("cpu"), torch.float32)
-    assert 1e8 < found < 1e14 and "what a product of matrices reaches on this CPU in float32" in line
+    assert 1e8 < found < 1e14 and "a matrix product's speed on this CPU in float32" in line
     assert gemm_peak(torch.device("cpu"), torch.float32, time_s=0.0) > 0

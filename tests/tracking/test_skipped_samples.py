@@ -63,7 +63,7 @@ def test_too_many_different_ones_are_a_problem(tmp_path):
     log.add([result(9, "b")])  # the same one in another epoch
     assert log.problem is None
     log.add([result(10, "c")])
-    assert log.problem.startswith("2 samples broke while training, and 1 records had been left out before: more than")
+    assert log.problem.startswith("2 samples broke while training, and 1 records were left out before: more than")
     assert lines(tmp_path)[-1] == ("c", 10)  # listed all the same
     assert log_in(tmp_path, resume_step=10, num_allowed=2.5).problem == log.problem  # also after a resume
     assert log_in(tmp_path, resume_step=10, num_allowed=3).problem is None

@@ -129,7 +129,7 @@ def settings_passed_over(folder: str | Path, where: str) -> list[str]:
         taken, file = read(folder, where)
         if file != name and (others := _others(folder, taken, found[name], what)):
             said = ", ".join(f"{key} {shown(new)} (taken: {shown(old)})" for key, (old, new) in others.items())
-            which = f"settings for {what} are those of {file}: {name} is passed over"
+            which = f"settings for {what} come from {file}: {name} is not used"
             clauses.append(f"{which}, and its {said} has no effect on {what}")
     return clauses
 
@@ -168,7 +168,7 @@ def templates_passed_over(folder: str | Path, where: str, template: str) -> list
         return []
     taken = next((name for name, is_same in same.items() if is_same), "another file")
     which, be = " and ".join(others), "is" if len(others) == 1 else "are"
-    return [f"the chat template is that of {taken}: {which}, with another one, {be} passed over"]
+    return [f"the chat template comes from {taken}: {which}, with another one, {be} not used"]
 
 
 def _default(templates: object) -> object:

@@ -112,12 +112,12 @@ def test_without_bitsandbytes_the_extra_is_named(monkeypatch):
 @pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW8bit"])
 def test_states_are_not_brought_to_another_number_of_ranks(name, tmp_path):
     saved, lines = {"world_size": 4, "zero_stage": 2}, ["2 ranks instead of 4"]
-    reason = f"{name}'s 8-bit states have scales of blocks of what a rank holds, so its states can't be re-sharded"
+    reason = f"{name}'s 8-bit states have scales per block of a rank's shard, so its states can't be re-sharded"
     assert _unfit_states(tmp_path, saved, lines, {"type": name}) == (
         f"{tmp_path} can't be resumed: 2 ranks instead of 4, but {reason}: start 4 ranks at ZeRO-2, or give --resume "
         "never to start again"
     )
-    assert "scales of blocks" in WHOLE[name]
+    assert "scales per block" in WHOLE[name]
 
 
 def test_other_values_of_the_flag_lead_to_the_json():

@@ -129,7 +129,9 @@ def test_the_script_goes_on_where_it_was_broken_off_and_leaves_the_same_files(mo
     shown = next(row for row in rows if row["logprob"] == surest)
     assert f'expected "{shown["reference"]}"' in printed.split("most confident first:\n")[1].splitlines()[0]
     assert "questions are later turns, asked with the true earlier answers before them" in printed
-    assert "blank image: an image of one colour" in printed and "without picture: neither image" in printed
+    assert (
+        "blank image: every image replaced by a plain colour" in printed and "without picture: neither image" in printed
+    )
 
     broken = tmp_path / "broken"
     (broken / "x.partial").mkdir(parents=True)

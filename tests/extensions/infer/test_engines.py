@@ -208,7 +208,7 @@ def test_a_checkpoint_answers_as_its_export(data, tmp_path):
     assert answer(loaded, asked) == expected
     assert loaded.notes == () and loaded.version == "v1"
     moved = {name: shutil.move(given[name], tmp_path / name) for name in ("model_name_or_path", "vision_tower")}
-    with pytest.raises(ConfigError, match="is not there any more: say where it lies now"):
+    with pytest.raises(ConfigError, match="not found: give its new path"):
         load_model(checkpoint)
     assert answer(load_model(checkpoint, moved=moved), asked) == expected
 

@@ -76,7 +76,7 @@ def test_what_cannot_be_merged_by_weight_is_refused(made, tmp_path):
     for more, message in (
         (("--adapter_weights", 1), "--adapter_weights gives 1 weights for 2 adapters"),
         (("--adapter_weights", 1, -1), "add up to 0"),
-        (("--adapters", base["model_name_or_path"]), "is no adapter's folder"),
+        (("--adapters", base["model_name_or_path"]), "is not an adapter's folder"),
     ):
         with pytest.raises(ConfigError, match=message):
             merged(made, tmp_path / "out", *more)
@@ -84,5 +84,5 @@ def test_what_cannot_be_merged_by_weight_is_refused(made, tmp_path):
         run_script("export.py", folders[0], "--adapter_weights", 1)
     elsewhere = toys.write_base(tmp_path / "elsewhere", seed=3)
     write_adapter(tmp_path / "third", elsewhere, 2)
-    with pytest.raises(ConfigError, match="third has another base than"):
+    with pytest.raises(ConfigError, match="third has another base model than"):
         merged(made, tmp_path / "out", "--adapters", tmp_path / "third")

@@ -92,7 +92,7 @@ def check_pixels(export: ExportPlan, out: Path) -> None:
 def test_an_export_holds_one_set_whatever_the_folder_held(tmp_path, family):
     write_ready(tmp_path / "base", family)
     template = disagree(tmp_path / "base")
-    assert "is passed over" in passed_over(tmp_path / "base", "--flag", template=True)[0]
+    assert "is not used" in passed_over(tmp_path / "base", "--flag", template=True)[0]
     export, out = exported(tmp_path / "base", tmp_path / "out")
     assert export.model.tokenizer.chat_template == template
     check_files(export, out)

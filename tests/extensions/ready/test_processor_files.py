@@ -73,7 +73,7 @@ def test_an_edit_of_one_file_alone_is_named_where_it_has_no_effect(tmp_path, fam
     assert json.loads(json.dumps(opened.to_dict()))[setting] == image_settings(tmp_path, "--flag")[0][setting] != value
     assert images_of(tmp_path) == before
     line = line_of(tmp_path)
-    assert f"settings for images are those of {WHOLE}: {FIRST} is passed over, and its {setting} " in line
+    assert f"settings for images come from {WHOLE}: {FIRST} is not used, and its {setting} " in line
     assert "has no effect on images" in line and "\n" not in line
     args = llavas.arguments({**given, "version": "processor"})
     assert line in take_from_model(args)[1]
@@ -140,7 +140,7 @@ def test_a_videos_settings_have_an_order_of_their_own(tmp_path, files, taken):
     line = line_of(tmp_path)
     if len(files) == 2:
         assert settings["fps"] == 3
-        assert f"settings for videos are those of {WHOLE}: {VIDEO} is passed over, and its fps 4 (taken: 3)" in line
+        assert f"settings for videos come from {WHOLE}: {VIDEO} is not used, and its fps 4 (taken: 3)" in line
     else:
         assert line == ""
 
@@ -171,7 +171,7 @@ def test_the_chat_template_is_that_of_transformers_processor(tmp_path, given):
     assert theirs.removesuffix("\n") == texts[given[0]]
     line = line_of(tmp_path)
     names = [WHOLE if name == "inner" else name for name in given]
-    assert f"the chat template is that of {names[0]}: " in line
+    assert f"the chat template comes from {names[0]}: " in line
     assert all(name in line for name in names)
     for name in given:
         if name.endswith(".jinja"):
@@ -339,10 +339,10 @@ def test_a_default_template_among_additional_ones_is_named_where_it_is_passed_ov
     other.write_text(text)
     assert line_of(tmp_path) == ""
     other.write_text(text.replace("Assistant:", "Model:"))
-    assert "is that of chat_template.jinja: additional_chat_templates/default.jinja, with another" in line_of(tmp_path)
+    assert "comes from chat_template.jinja: additional_chat_templates/default.jinja, with another" in line_of(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     change(tmp_path / "tokenizer_config.json", chat_template=text)
-    assert "is that of additional_chat_templates/default.jinja: tokenizer_config.json, with" in line_of(tmp_path)
+    assert "comes from additional_chat_templates/default.jinja: tokenizer_config.json, with" in line_of(tmp_path)
 
 
 @pytest.mark.parametrize("file", [FIRST, WHOLE])

@@ -171,7 +171,7 @@ def refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "reason"), [(killed, "was killed: this machine may lack memory"), (refused, "no such")]
+    ("end", "reason"), [(killed, "was killed: this machine may be out of memory"), (refused, "no such")]
 )
 def test_the_end_of_the_encoding_ends_the_wait_for_it(spec, end, reason):
     data = StreamedDataset(spec, 1, NUMBER, shards.EncodingBeside(end))
