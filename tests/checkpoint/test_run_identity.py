@@ -198,7 +198,11 @@ def test_adam_with_the_flags_numbers_is_one_optimizer_whichever_code_computes_it
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("learning_rat", "did you mean learning_rate"), ("save_steps", "changes no result"), ("?", "give flag names")],
+    [
+        ("learning_rat", "did you mean learning_rate"),
+        ("save_steps", "does not change the result"),
+        ("?", "give flag names"),
+    ],
 )
 def test_names_that_are_not_compared_are_refused_even_without_a_checkpoint(tmp_path, name, hint):
     with pytest.raises(ConfigError, match=hint):

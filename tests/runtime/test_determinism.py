@@ -29,7 +29,7 @@ def test_every_library_is_asked():
     assert not torch.is_deterministic_algorithms_warn_only_enabled()  # then attention's backward is not
     assert not torch.backends.cudnn.benchmark and not torch.utils.deterministic.fill_uninitialized_memory
     use_deterministic_kernels({WORKSPACE: ":16:8"})
-    with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG to be :4096:8 or :16:8, this is :0:0: unset it"):
+    with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG to be :4096:8 or :16:8, but it is :0:0: unset it"):
         use_deterministic_kernels({WORKSPACE: ":0:0"})
 
 

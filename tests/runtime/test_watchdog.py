@@ -393,7 +393,7 @@ def test_who_holds_the_others_up_is_said(start):
         if run.said:
             break
     assert run.said and run.said[0].startswith("watchdog: rank 0 on here (pid 100) holds up the others")
-    assert "for 33% (median)" in run.said[0] and run.codes == []
+    assert "(33%, median)" in run.said[0] and run.codes == []
 
 
 @pytest.mark.parametrize("name", ["watchdog_start_s", "watchdog_step_s", "watchdog_save_s"])

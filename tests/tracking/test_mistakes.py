@@ -58,7 +58,7 @@ def test_the_page_shows_them_with_their_images(tmp_path):
     part = show(mistakes_part(read_run(tmp_path)))
     assert part.count('class="sample"') == 4 and part.count("<img src") == 1 and EVIL not in part
     assert part.index("&lt;script&gt;") < part.index("answer 2") < part.index("answer 3") < part.index("answer 1")
-    assert "asked after 2 earlier turns with their true answers" in part and "The image can&#39;t be shown" in part
+    assert "after 2 earlier turns with their true answers" in part and "The image can&#39;t be shown" in part
     assert "answer 4" not in part and "4 wrong answers" in part
     hostile = [{**ROWS[1], "logprob": -(10**400)}, {**ROWS[1], "kinds": 3}]
     for text in ("[1]\n{", "\xff", "[" * 10**5, *map(json.dumps, hostile)):
