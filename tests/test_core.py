@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 126,
-    "imported lines": 20549,
+    "imported lines": 20520,
     "files at the end": 220,
     "lines at the end": 32356,
-    "feature words": 60,
+    "feature words": 61,
     "kernel files": 39,
     "kernel lines": 5687,
-    "all lines": 70121,
+    "all lines": 70109,
 }
 
 # What one reads to understand training.
