@@ -41,7 +41,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add(
         "--max_concurrent_requests",
         type=number(Count),
-        help=f"of --serve, answered and waiting together: more are refused (default: {MOST_REQUESTS})",
+        help=f"with --serve: most requests at once, waiting ones included; more are refused (default: {MOST_REQUESTS})",
     )
     defaults = Sampling()
     for name, kind, text in (
@@ -69,14 +69,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def check_flags(args: argparse.Namespace) -> None:
     """Raise ConfigError for conflicting flags."""
     if args.web and args.serve:
-        raise ConfigError("--web and --serve: give one of them, and start the other one beside it, on another --port")
+        raise ConfigError("--web and --serve: give one, and start the other as another process, on another --port")
     given = [f"--{name}" for name in ("image", "video", "question") if getattr(args, name)]
     if args.web and given:
         raise ConfigError(f"{', '.join(given)}: with --web it is given on the page, leave it out")
     if args.max_concurrent_requests is not None and not args.serve:
-        raise ConfigError("--max_concurrent_requests goes with --serve: give that, or leave it out")
+        raise ConfigError("--max_concurrent_requests needs --serve: give that, or leave it out")
     if args.port is not None and not (args.web or args.serve):
-        raise ConfigError("--port goes with --web or --serve: give one of them, or leave it out")
+        raise ConfigError("--port needs --web or --serve: give one of these, or leave it out")
     if args.serve and given:
         raise ConfigError(f"{', '.join(given)}: with --serve requests bring it, leave it out")
 

@@ -38,10 +38,10 @@ def main(argv: list[str]) -> None:
     folders = [Path(run) for run in args.runs]
     if missing := [str(folder) for folder in folders if not is_run(folder)]:
         raise ConfigError(
-            f"{', '.join(missing)}: no run's folder, it has neither run.json nor metrics.jsonl: name --output_dirs"
+            f"{', '.join(missing)}: not a run's folder, run.json and metrics.jsonl are missing: name --output_dirs"
         )
     if len(folders) < 2:
-        raise ConfigError("there is one run only: name two or more, or use run/report.py")
+        raise ConfigError("only one run is given: name two or more, or use run/report.py")
     runs = [read_run(folder) for folder in folders]
     print(*map(redact, in_terminal(runs)), sep="\n")
     write_output(Path(args.html), comparison_page(runs), "--html")

@@ -17,7 +17,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the flags. Raises ConfigError."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    add("--deepspeed_config", "--deepspeed", type=given_path, help="DeepSpeed JSON to check, too")
+    add("--deepspeed_config", "--deepspeed", type=given_path, help="DeepSpeed JSON to check as well")
     add("--output_dir", type=given_path, default="output", help="as for run/train.py (default: %(default)s)")
     add("--cache_dir", type=given_path, default="~/.cache/llava_ds", help="as for run/train.py (default: %(default)s)")
     add("--no_collective", action="store_true", help="start no ranks, as on a login node")
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     if args.deepspeed_config is not None:
         config = Path(found(args.deepspeed_config, DS_CONFIGS, ".json"))
     if config is not None and not config.is_file():
-        raise ConfigError(f"--deepspeed_config {config}: there is no such file")
+        raise ConfigError(f"--deepspeed_config {config}: the file does not exist")
     output_dir, cache_dir = (Path(os.path.expanduser(path)) for path in (args.output_dir, args.cache_dir))
     required = Requirements(output_dir, cache_dir, config)
 

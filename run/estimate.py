@@ -27,7 +27,7 @@ SPEED_FLAGS = {
     "useful_fraction": (PartAboveZero, "tokens of samples over tokens computed, where it pads (default: 1, as here)"),
     "matmul_share": (PartAboveZero, "share of the GPU's peak that products of matrices reach (default: by the GPU)"),
     "network_gbit": (Positive, "Gbit/s of all network cards of a node (default: the vendor's node's, else 100)"),
-    "overlap": (Part, "share of compute behind which traffic hides, where DeepSpeed overlaps them (default: 0.8)"),
+    "overlap": (Part, "share of compute that can hide traffic, if DeepSpeed overlaps them (default: 0.8)"),
 }
 
 
@@ -50,7 +50,7 @@ def add_flags(add: Callable[..., object]) -> None:
         "--model",
         metavar="SIZE",
         help=f"{', '.join(NAMED)}, or a number of parameters like 13e9, all trained; else --model_name_or_path and "
-        "--vision_tower name folders, or neither the tiny model",
+        "--vision_tower name folders; with neither of these, the tiny model",
     )
     add("--num_gpus", type=number(Count), default=8, help="ranks that train together (default: %(default)s)")
     add("--gpus_per_node", type=number(Count), default=8, help="for the node's memory and links (default: %(default)s)")
@@ -58,7 +58,7 @@ def add_flags(add: Callable[..., object]) -> None:
     add(
         "--gpu",
         metavar="NAME",
-        help=f"{', '.join(gpu.name for gpu in GPUS)}: for --speed, and in place of --gpu_memory",
+        help=f"{', '.join(gpu.name for gpu in GPUS)}: for --speed, and instead of --gpu_memory",
     )
     add(
         "--zero_stage",
@@ -74,7 +74,7 @@ def add_flags(add: Callable[..., object]) -> None:
         help="fraction of the tokens that is supervised, and needs logits (default: %(default)s)",
     )
     add("--json", action="store_true", help="print one JSON object, in bytes, instead of the table")
-    add("--speed", action="store_true", help="estimate the time of a step, too, by a roofline; needs --gpu")
+    add("--speed", action="store_true", help="also estimate the time of a step, by a roofline; needs --gpu")
     for name, (kind, text) in SPEED_FLAGS.items():
         add(f"--{name}", type=number(kind), help=f"for --speed: {text}")
 
@@ -99,7 +99,7 @@ def problems(own: argparse.Namespace, args: "Arguments") -> list[str]:
             ),
             (
                 own.model is not None and has_folders,
-                "--model names a size, --model_name_or_path and --vision_tower folders: give one of them",
+                "--model names a size, --model_name_or_path and --vision_tower name folders: give only one kind",
             ),
             (
                 model.model_name_or_path is None and model.vision_tower is not None,
@@ -107,7 +107,7 @@ def problems(own: argparse.Namespace, args: "Arguments") -> list[str]:
             ),
             (
                 own.zero_stage is not None and training.deepspeed_config is not None,
-                "--zero_stage and --deepspeed_config both name a stage: give one of them",
+                "--zero_stage and --deepspeed_config both name a stage: give only one",
             ),
             (
                 training.deepspeed_config == CHOOSE_DS_CONFIG and own.gpu_memory is None,
@@ -214,7 +214,7 @@ def read_speed(own: argparse.Namespace, run: Run, resolved: ResolvedConfig, gpu:
     training, longest = resolved.args.training, resolved.args.data.model_max_length
     if own.mean_sample_tokens is not None and own.mean_sample_tokens > longest:
         raise ConfigError(
-            f"--mean_sample_tokens is {own.mean_sample_tokens:g}, and no sample is longer than --model_max_length "
+            f"--mean_sample_tokens is {own.mean_sample_tokens:g}, but samples are limited to --model_max_length "
             f"{longest}: raise that"
         )
     if gpu.tf32 is None and training.bf16:

@@ -31,8 +31,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add(
         "--metric",
         default="exact",
-        help=f"of --task llava: one of {', '.join(CHOSEN_METRICS)}, or file.py:function, "
-        "which gets lists of prompts, completions, references and ids (default: %(default)s)",
+        help=f"for --task llava: one of {', '.join(CHOSEN_METRICS)}, or file.py:function "
+        "that gets lists of prompts, completions, references and ids (default: %(default)s)",
     )
     add("--split", help="of ScienceQA (default: test), or of --data_path of --task llava and preference")
     add("--limit", type=number(Count), help="ask the first questions only")
@@ -43,7 +43,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="of --task llava: together asks a later question after the record's own earlier turns, true answers "
         "included; each asks every question by itself (default: %(default)s)",
     )
-    add("--compare_blank_image", action="store_true", help="ask again with a blank image in the place of each")
+    add("--compare_blank_image", action="store_true", help="ask again with every image replaced by a blank one")
     add("--compare_without_image", action="store_true", help="ask again with no image and no mark of one in the prompt")
     add(
         "--show_wrong",
@@ -64,7 +64,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add(
         "--output",
         type=given_path,
-        help="write the scores to this .json file and every answer to the .jsonl file beside it",
+        help="write the scores to this .json file, and every answer to a .jsonl file of the same name",
     )
     add("--resamples", type=number(Count), default=1000, help="of bootstrap intervals (default: %(default)s)")
     add("--seed", type=number(Seed), default=0, help="of the bootstrap, and of --best_of (default: %(default)s)")
@@ -84,9 +84,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def refuse_contradictions(args: argparse.Namespace) -> None:
     """Raise ConfigError for conflicting flags."""
     if (args.best_of is None) != (args.reward_model_name_or_path is None):
-        raise ConfigError("--best_of N and --reward_model_name_or_path FOLDER go together: give both, or neither")
+        raise ConfigError("--best_of N and --reward_model_name_or_path FOLDER go together: give both or none")
     if args.best_of is not None and args.task == "preference":
-        raise ConfigError("--best_of draws answers, and --task preference compares given ones: leave one of them out")
+        raise ConfigError("--best_of draws answers, and --task preference compares given ones: leave one out")
     if args.data_path is None and args.task != "llava":
         raise ConfigError(f"--data_path is missing: name {args.task}'s questions")
     for name in ("image_folder", "annotations"):
@@ -96,7 +96,7 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
                 "give that, or leave it out"
             )
     if args.image_folder is not None and not os.path.isdir(args.image_folder):
-        raise ConfigError(f"--image_folder {args.image_folder}: there is no such folder")
+        raise ConfigError(f"--image_folder {args.image_folder}: the folder does not exist")
     if args.annotations is not None and args.task in WITH_ANSWERS:
         raise ConfigError(
             f"--annotations {args.annotations}: --task {args.task} reads the answers in --data_path: leave it out"
@@ -118,7 +118,7 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
             "it out"
         )
     if args.split is not None and args.data_path is None:
-        raise ConfigError(f"--split {args.split} needs --data_path: give it, too")
+        raise ConfigError(f"--split {args.split} needs --data_path: give both")
 
 
 if __name__ == "__main__":
@@ -222,7 +222,7 @@ def read(args: argparse.Namespace, ranks: Ranks) -> tuple[Given, list[Question]]
         given = Given(data_path, args.annotations, image_folder, args.split, args.metric, args.turns, args.cache_dir)
         questions = read_questions(args.task, given, args.limit)
     remedy = "give every machine the same files, under the same paths"
-    check_same({"what --data_path holds": digest(questions)}, ranks, remedy)
+    check_same({"the content of --data_path": digest(questions)}, ranks, remedy)
     return given, questions
 
 

@@ -31,8 +31,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add(
         "--format",
         choices=[*FORMS, *values_of("format")],
-        help="hf: for transformers; llava: for LLaVA's own code; adapter: of a LoRA run's checkpoint, which the others "
-        "merge; projector: mm_projector.bin; "
+        help="hf: for transformers; llava: for LLaVA's own code; adapter: of a LoRA run's checkpoint (other formats "
+        "merge it); projector: mm_projector.bin; "
         + "".join(f"{form}: {title}; " for form, title in values_of("format").items())
         + "absent: the format of the run's own export, or hf",
     )
@@ -41,12 +41,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--dtype",
         choices=["auto", *DTYPES, *values_of("dtype")],
         default="auto",
-        help="auto: that of training, or of the folder, or the nearest that the format has"
+        help="auto: the dtype of training or of the folder, or the nearest that the format has"
         + "".join(f"; {dtype}: of {title}" for dtype, title in values_of("dtype").items()),
     )
     add("--max_shard_size", default=DEFAULT_SHARD_SIZE, help="largest file (default: %(default)s)")
     add("--model_name_or_path", type=given_path, help="present folder of a checkpoint's base language model")
-    add("--pretrain_mm_mlp_adapter", type=given_path, help="present path of the projector that a checkpoint began with")
+    add("--pretrain_mm_mlp_adapter", type=given_path, help="present path of the projector that the run started from")
     add("--model_base", type=given_path, help="the model under an adapter")
     add(
         "--vision_tower", help="present folder of the vision tower; with --format llava, the name that its loader opens"
@@ -70,15 +70,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
         type=number(Count),
         default=1,
         metavar="N",
-        help="the mean of the weights of the checkpoint in SOURCE and of the N - 1 before it",
+        help="average the weights of the checkpoint in SOURCE and the N - 1 before it",
     )
     add("--version", help="conversation template of a model folder that has none in its settings")
     _add_rows(add)
     add(
         "--overwrite",
         action="store_true",
-        help="write into a folder that is not empty: a model there is replaced, whatever its format, and other files "
-        "remain",
+        help="write into a folder that is not empty: replaces a model of any format there, and keeps other files",
     )
     args = parser.parse_args(argv)
     parse_size(args.max_shard_size)
@@ -130,23 +129,23 @@ def main(argv: list[str]) -> None:
     dtype = getattr(torch, args.dtype) if args.dtype in DTYPES else None
     quiet_libraries()
     if not source.is_dir():
-        raise ConfigError(f"{source}: there is no such folder")
+        raise ConfigError(f"{source}: the folder does not exist")
     restored = None
     if args.adapter_weights and not args.adapters:
         raise ConfigError("--adapter_weights goes with --adapters: name the other adapters, or leave it out")
     if is_training_checkpoint(source):
         if args.adapters:
-            raise ConfigError("--adapters goes with an adapter's folder: export the checkpoint as --format adapter")
+            raise ConfigError("--adapters needs an adapter's folder: export the checkpoint as --format adapter")
         if wrong := [f"--{name}" for name in ("version", *ROWS) if name in given]:
             raise ConfigError(f"{', '.join(wrong)} goes with a model folder; run.json has a checkpoint's: leave it out")
         restored = restore(source, given, dtype, args.average)
         form, export, entries = args.format or restored.export.form, restored.export, restored.entries
     else:
         if args.average > 1:
-            raise ConfigError(f"--average {args.average} goes with a checkpoint, and this is none: leave it out")
+            raise ConfigError(f"--average {args.average} needs a checkpoint, but SOURCE is none: leave it out")
         for name in ("model_name_or_path", "pretrain_mm_mlp_adapter"):
             if name in given:
-                raise ConfigError(f"--{name} goes with a checkpoint, and this is none: leave it out")
+                raise ConfigError(f"--{name} needs a checkpoint, but SOURCE is none: leave it out")
         if ROWS[1] in given and ROWS[0] not in given:
             raise ConfigError(f"--{ROWS[1]} has no effect without --{ROWS[0]}: give that, or leave it out")
         form = args.format or "hf"
@@ -185,12 +184,12 @@ def _check_is_not_read(output_dir: Path, source: Path, export: ExportPlan) -> No
     parts = [each for part in sources if part is not None for each in (part, part.beside) if each is not None]
     paths = [source, *(Path(part.path) for part in parts)]
     if output_dir.resolve() in [(path.parent if path.is_file() else path).resolve() for path in paths]:
-        raise ConfigError(f"--output_dir {output_dir} holds a model that is read for this one: name another folder")
+        raise ConfigError(f"--output_dir {output_dir} holds a model that this export reads: name another folder")
 
 
 def _check_form(export: ExportPlan, dtype: str, has_adapter: bool) -> None:
     if export.form == "adapter" and not has_adapter:
-        raise ConfigError("--format adapter goes with the checkpoint of a LoRA run, and this is none: give hf or llava")
+        raise ConfigError("--format adapter needs the checkpoint of a LoRA run, but SOURCE is none: give hf or llava")
     own = next((each.values["format"] for each in EXTENSIONS.values() if dtype in each.values.get("dtype", ())), None)
     if own is not None and export.form not in own:
         raise ConfigError(f"--dtype {dtype} goes with --format {own[0]}: give float32, bfloat16 or float16")

@@ -45,7 +45,7 @@ def _cannot_be_written(name: str, path: str | None) -> str | None:
         return None
     folder = Path(path).parent
     if not folder.is_dir():
-        return f"--{name} {path}: there is no folder {folder}: make it, or name another file"
+        return f"--{name} {path}: the folder {folder} does not exist: make it, or name another file"
     if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
         return f"--{name} {path} can't be written to: name another file"
     return None

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     folder = Path(args.output_dir)
     if not is_run(folder):
         raise ConfigError(
-            f"{folder} is no run's folder: it has neither run.json nor metrics.jsonl. Name an --output_dir"
+            f"{folder} is not a run's folder: run.json and metrics.jsonl are missing: name an --output_dir"
         )
     try:
         print(write_report(folder, None if args.html is None else Path(args.html)))

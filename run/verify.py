@@ -46,12 +46,12 @@ def main(argv: list[str]) -> int:
 
 def _checkpoints(path: Path) -> list[Path]:
     if not path.is_dir():
-        raise ConfigError(f"{path}: there is no such folder")
+        raise ConfigError(f"{path}: the folder does not exist")
     if found := commit.checkpoints(path):
         return found
     if any((path / name).exists() for name in (commit.MANIFEST, TRAINER)) or path.name.startswith("checkpoint-"):
         return [path]
-    raise ConfigError(f"{path} is no checkpoint and holds none: name a checkpoint-<step> folder, or an --output_dir")
+    raise ConfigError(f"{path} has no checkpoint: name a checkpoint-<step> folder, or an --output_dir")
 
 
 def _described(path: Path) -> str:

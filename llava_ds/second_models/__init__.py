@@ -1,1 +1,1 @@
-"""Models beside the one that trains."""
+"""Second models: loaded in addition to the trained model, and not trained."""

@@ -1,6 +1,6 @@
-"""A second model, from a folder, that does not train: it is compared with, or scores answers.
+"""A second model that does not train, from a folder: a reference model, or one that scores answers.
 
-Every rank holds all of it, without DeepSpeed: a rank may run it alone.
+Every rank holds the whole model, without DeepSpeed, so a rank may run it alone.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.waiting import waiting
 
 SCORED_TOGETHER = 64  # answers in a batch
-# Image options that say how files are read, and nothing of the model.
+# Image options that affect only the reading of files, not the model.
 READING = ("max_pixels", "fast_decoding", "value_range", "video_fps", "frames_upbound", "force_sample")
 
 
 @dataclass(frozen=True)
 class FrozenPlan:
-    """The plan of a model that judges. args: flags that its folder stands for; images: as it reads them."""
+    """The plan of a second model. args: model flags that its folder implies; images: its image options."""
 
     model: ModelPlan
     args: ModelArguments
@@ -45,10 +45,10 @@ class FrozenPlan:
 
 
 def plan_alone(flag: str, path: str, max_length: int, value_head: bool = False, **given: str) -> FrozenPlan:
-    """Read the folder of a model that takes batches of its own making; nothing is built.
+    """Plan a model that has its own batches, from its folder; builds nothing.
 
-    flag: that names the folder, for messages; max_length: of samples in tokens; value_head: it needs one; given: flags
-    of the model that the folder does not stand for. Raises ConfigError and DataError for a folder that can't be used.
+    flag: the flag that names the folder, for messages; max_length: of samples in tokens; value_head: True if it needs
+    one; given: further model flags. Raises ConfigError and DataError for an unusable folder.
     """
     if value_head and value_head_file(path) is None:
         learned = [name for name, traits in every_objective().items() if traits.scores]
@@ -70,37 +70,37 @@ def plan_alone(flag: str, path: str, max_length: int, value_head: bool = False, 
 def plan_frozen(
     flag: str, path: str, model: ModelPlan, images: ImageOptions, max_length: int, value_head: bool = False
 ) -> FrozenPlan:
-    """Read the folder of a model that takes the batches of another one; nothing is built.
+    """Plan a model that reads another model's batches, from its folder; builds nothing.
 
-    model, images, max_length: of the other one; the others as for plan_alone. Raises ConfigError and DataError where it
-    has no head, another vocabulary or other image options.
+    model, images, max_length: the other model's; the rest as for plan_alone. Raises ConfigError and DataError if it has
+    no value head, another vocabulary or other image options.
     """
     plan = plan_alone(flag, path, max_length, value_head)
     problems = [*_vocabulary_problems(plan.model, model), *_image_problems(plan.images, images)]
     if problems:
         raise ConfigError(
-            f"{flag} {path} can't judge what this run's model reads: {'; '.join(problems)}: give a model that was "
+            f"{flag} {path} can't read the batches of this run's model: {'; '.join(problems)}: give a model that was "
             "trained from the same start"
         )
     return plan
 
 
 def open_frozen(plan: FrozenPlan, dtype: torch.dtype, ranks: Ranks) -> LlavaModel:
-    """Build it on this rank's device, without gradients. All ranks call it together, before or after their engine."""
+    """Build the model on this rank's device, without gradients. Collective; before or after the engine is built."""
     model = build_model(plan.model, plan.args, {"zero_optimization": {"stage": 0}}, dtype, 0, ranks)
     return model.requires_grad_(False).eval()
 
 
 class Scorer:
-    """A model that scores answers, whole on every rank: each scores its own, without waiting for others."""
+    """A model that scores answers, whole on every rank: each rank scores its own, without waiting for others."""
 
     def __init__(self, plan: FrozenPlan, dtype: torch.dtype, ranks: Ranks) -> None:
-        """All ranks call it together."""
+        """Build the model. Collective."""
         self._model, self._images, self._device = open_frozen(plan, dtype, ranks), plan.images, ranks.device
 
     @torch.no_grad()
     def scores(self, samples: Sequence[LoadedSample]) -> list[float]:
-        """The value head's number at the last token of each sample's answer; without a head, the answer's
+        """Score each sample's answer: the value head's number at its last token, or without a head its
         log-probability."""
         found: list[float] = []
         for first in range(0, len(samples), SCORED_TOGETHER):
@@ -115,13 +115,12 @@ class Scorer:
 
 
 def _vocabulary_problems(own: ModelPlan, other: ModelPlan) -> list[str]:
-    """Tokens that mean something else, or have no row. An exported folder has one more for images, which is in no
-    batch."""
+    """Describe tokens with another id or without a row. Ignores an exported folder's image token: no batch has it."""
     known, rows = own.tokenizer.get_vocab(), other.text_config.vocab_size
     ids = {token: i for token, i in other.tokenizer.get_vocab().items() if token != IMAGE_TOKEN}
     missing = [token for token, i in ids.items() if known.get(token) != i]
     if missing:
-        return [f"its vocabulary is another ({len(missing)} tokens differ, the first is {min(missing)!r})"]
+        return [f"its vocabulary differs ({len(missing)} tokens, the first is {min(missing)!r})"]
     beyond = [token for token, i in ids.items() if own.text_config.vocab_size <= i < rows]
     if beyond:
         return [f"its embedding has no row for {len(beyond)} tokens, the first is {min(beyond)!r}"]
@@ -129,6 +128,6 @@ def _vocabulary_problems(own: ModelPlan, other: ModelPlan) -> list[str]:
 
 
 def _image_problems(own: ImageOptions, other: ImageOptions) -> list[str]:
-    """Options that are different, by their names."""
+    """Describe the image options that differ, by name."""
     pairs = zip(dataclasses.asdict(own).items(), dataclasses.asdict(other).values())
     return [f"{name} of images is {a}, and {b} here" for (name, a), b in pairs if a != b and name not in READING]

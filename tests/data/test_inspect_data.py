@@ -178,7 +178,7 @@ def test_a_file_that_can_not_be_written_is_refused_before_the_work(inspect_data,
     with pytest.raises(ConfigError) as caught:
         inspect_data(["--jsonl", str(tmp_path / "none" / "a.jsonl"), "--html", str(tmp_path)])
     first, second = str(caught.value).splitlines()
-    assert f"there is no folder {tmp_path / 'none'}" in first and second.startswith(
+    assert f"the folder {tmp_path / 'none'} does not exist" in first and second.startswith(
         f"--html {tmp_path} can't be written"
     )
 

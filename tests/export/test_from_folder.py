@@ -131,13 +131,13 @@ def test_what_is_no_whole_llava_is_refused(trained, tmp_path):
     export(*described, tmp_path / "hf")
     with pytest.raises(ConfigError, match="--vision_tower is missing: LLaVA's format names the tower"):
         convert(tmp_path / "hf", "--format", "llava", "--output_dir", tmp_path / "no")
-    with pytest.raises(ConfigError, match="--model_name_or_path goes with a checkpoint"):
+    with pytest.raises(ConfigError, match="--model_name_or_path needs a checkpoint"):
         convert(tmp_path / "hf", "--model_name_or_path", tower)
     with pytest.raises(ConfigError, match=r"--output_dir .* can't be written to: name another folder"):
         convert(tmp_path / "hf", "--output_dir", tmp_path / "hf" / "config.json" / "no")
     files = sorted(path.name for path in (tmp_path / "hf").iterdir())
     (tmp_path / "link").symlink_to("hf")
     for folder in (tmp_path / "hf", tmp_path / "link"):
-        with pytest.raises(ConfigError, match=r"--output_dir .* holds a model that is read for this one: name another"):
+        with pytest.raises(ConfigError, match=r"--output_dir .* holds a model that this export reads: name another"):
             convert(tmp_path / "hf", "--output_dir", folder, "--overwrite")
     assert files == sorted(path.name for path in (tmp_path / "hf").iterdir())

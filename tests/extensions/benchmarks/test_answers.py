@@ -388,7 +388,7 @@ def test_the_reference_of_a_choice_is_shown_as_its_letter():
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--split", "val"], "--split val needs --data_path: give it, too"),
+        (["--split", "val"], "--split val needs --data_path: give both"),
         (
             ["--data_path", "x", "--task", "pope", "--split", "val"],
             "--split goes with --task scienceqa, llava and preference: pope's",

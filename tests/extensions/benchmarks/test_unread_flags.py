@@ -38,10 +38,10 @@ def refusal(monkeypatch, read, *words: str) -> str:
         (["--image_folder", "nowhere"], f"--image_folder nowhere {GENERATED}"),
         (["--image_folder", "."], f"--image_folder . {GENERATED}"),
         (["--annotations", "a.json"], f"--annotations a.json {GENERATED}"),
-        (["--data_path", "d.json", "--image_folder", "nowhere"], "--image_folder nowhere: there is no such folder"),
+        (["--data_path", "d.json", "--image_folder", "nowhere"], "--image_folder nowhere: the folder does not exist"),
         (
             ["--task", "mmbench", "--data_path", "d.tsv", "--image_folder", "nowhere"],
-            "--image_folder nowhere: there is no such folder",
+            "--image_folder nowhere: the folder does not exist",
         ),
         *(
             (
@@ -68,7 +68,7 @@ def test_what_is_read_is_taken(evaluate, monkeypatch):
 def test_a_port_needs_a_server(monkeypatch):
     chat = script("chat")
     monkeypatch.setattr(sys, "argv", ["x", "--model_path", "m", "--port", "8000"])
-    with pytest.raises(ConfigError, match="--port goes with --web or --serve: give one of them, or leave it out"):
+    with pytest.raises(ConfigError, match="--port needs --web or --serve: give one of these, or leave it out"):
         chat.parse(sys.argv[1:])
 
 

@@ -191,7 +191,7 @@ def test_the_words_name_the_bound_and_changes_that_fit(main, capsys):
         (["--speed", "--gpu", "h100", "--useful_fraction", "0"], "useful_fraction is 0"),
         (
             ["--speed", "--gpu", "h100", "--mean_sample_tokens", "9999"],
-            "no sample is longer than --model_max_length 2048",
+            "samples are limited to --model_max_length 2048",
         ),
         (["--speed", "--gpu", "t4"], "--gpu t4 has no bf16: give --fp16 True"),
     ],
