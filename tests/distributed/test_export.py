@@ -144,7 +144,7 @@ def test_damaged_checkpoints_and_other_base_models_are_refused(runs, tmp_path):
     next(checkpoint.glob("engine/*optim_states.pt")).unlink()
     with pytest.raises(DataError, match=r"optim_states\.pt is missing"):
         run_script("export.py", checkpoint)
-    with pytest.raises(ConfigError, match="no such folder"):
+    with pytest.raises(ConfigError, match="the folder does not exist"):
         run_script("export.py", tmp_path / "nothing")
 
 
