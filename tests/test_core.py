@@ -27,7 +27,7 @@ BARS = {
     "feature words": 61,
     "kernel files": 39,
     "kernel lines": 5687,
-    "all lines": 70109,
+    "all lines": 70107,
 }
 
 # What one reads to understand training.
