@@ -18,11 +18,11 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.extensions.infer.load import load_model
 from llava_ds.files.model_files import adapter_file
 from llava_ds.files.processor_files import image_settings, processor_template, video_settings
-from llava_ds.model.open.file_order import passed_over
+from llava_ds.model.open.file_order import passed_over, weights_passed_over
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.open.model_plan import plan_model, read_parts
 from llava_ds.model.open.tower import plan_tower, read_processor, read_vision_config
-from llava_ds.model.open.weights import WeightFiles, weight_files, weights_passed_over
+from llava_ds.model.open.weights import WeightFiles, weight_files
 from llava_ds.tiny import CLIP_PATH
 
 FIRST, WHOLE, VIDEO = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"
