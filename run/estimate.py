@@ -64,8 +64,8 @@ def add_flags(add: Callable[..., object]) -> None:
         "--zero_stage",
         type=int,
         choices=(0, 1, 2, 3),
-        help="stage of the estimate, without --deepspeed_config (default: 2 with --tune_mm_mlp_adapter and with "
-        "--moe_enable, else 3)",
+        help="stage of the estimate, without --deepspeed_config (default: 2 for the projector alone and for "
+        "upcycled experts, else 3)",
     )
     add(
         "--supervised_fraction",
