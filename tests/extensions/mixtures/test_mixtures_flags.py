@@ -27,7 +27,7 @@ def zero(stage: int, **keys: object) -> dict:
     [
         (["--num_experts", "4"], "--num_experts without --moe_enable would train a dense model"),
         (["--moe_mode", "dense", "--use_residual", "True"], "--moe_mode, --use_residual without --moe_enable"),
-        (["--moe_enable", "True", "--top_k_experts", "5"], "--top_k_experts is 5 of --num_experts 4: give fewer"),
+        (["--moe_enable", "True", "--top_k_experts", "5"], "--top_k_experts 5 must be at most --num_experts 4"),
         (
             ["--moe_enable", "True", "--tune_mm_mlp_adapter", "True"],
             "--moe_enable True, but only the projector is trained",
@@ -74,7 +74,7 @@ OTHER_STAGE = "but DeepSpeed's expert layer works with ZeRO 0 to 2: give ds_conf
 OWN_SCALE = "each rank would choose its own loss scale: use bf16"
 RECOMPUTED = {"activation_checkpointing": {"number_checkpoints": 4}}
 WRONG = [
-    ({"expert_parallel_size": 2}, {}, f'expert_parallel_size is 2 {J}: remove it, write "{KEY}": 2, which shares'),
+    ({"expert_parallel_size": 2}, {}, f'expert_parallel_size is 2 {J}: remove it, write "{KEY}": 2, which divides'),
     ({KEY: 2, **zero(2)}, {}, None),
     ({KEY: "two", **zero(2)}, {}, f'{KEY} is "two" {J}: write a whole number'),
     ({KEY: 2, **zero(2)}, {"ep_size": 4}, f'{KEY} is 2 {J} but --ep_size is 4: make them equal, or write "auto"'),
