@@ -1,6 +1,7 @@
 """The interface of a training objective: a summed loss per micro-batch, and its factor in the step."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -16,8 +17,8 @@ class MicroLoss(NamedTuple):
 
     loss_sum: scalar with a gradient, summed over units (supervised tokens, or pairs of answers); by_source (2, sources)
     float64: summed loss and units of each data source; metrics: further sums over units by name, float64 scalars
-    (logged as means per unit of the step); means: numbers per micro-batch (logged as means, weighted by the
-    micro-batch's share in the step's loss).
+    (logged as means per unit of the step, whatever --loss_reduction says); means: numbers per micro-batch, float64
+    scalars (logged as means, weighted by the micro-batch's share in the step's loss, so they follow --loss_reduction).
     """
 
     loss_sum: torch.Tensor
@@ -30,7 +31,7 @@ class Objective(Protocol):
     """A loss to minimise.
 
     num_sources: number of data sources; grad_ranks: the mesh's; logs_means: log the mean loss of every micro-batch;
-    probe: a head that computes as much as the loss, for a backward pass without a step.
+    probe: a head that computes as much as the loss, for a backward pass before the first step; never a Wrapped's.
     """
 
     num_sources: int
@@ -55,3 +56,14 @@ class Objective(Protocol):
         over grad_ranks; a factor of grad_ranks turns that into a sum.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """Base of objectives that change another objective's forward(), for SessionPart.of_steps."""
+
+    objective: Objective
+
+    def __getattr__(self, name: str) -> object:
+        """Return a member of the other objective that this one lacks."""
+        return getattr(self.objective, name)
