@@ -1,12 +1,15 @@
 """Every pair of features, from flags and DeepSpeed JSON alone: pairs stay taken, or refused.
 
 goldens/pairs.json has a reason for each refused pair. Only whether a pair is refused is compared, so that a message may
-get better. python tests/config/test_pairs_of_features.py writes the file anew: read what changed in it.
+get better. After a change, write the file anew, and read the difference:
+
+    PYTHONPATH=.:tests/helpers .venv/bin/python tests/config/test_pairs_of_features.py
+
+Names are sorted, so that a new feature only adds lines.
 """
 
 import itertools
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -69,8 +72,9 @@ def contradicts(first: str, second: str) -> bool:
 
 
 def verdicts() -> dict[str, str]:
-    alone = {name: verdict(name) for name in FEATURES}
-    pairs = {f"{a} + {b}": verdict(a, b) for a, b in itertools.combinations(FEATURES, 2) if not contradicts(a, b)}
+    names = sorted(FEATURES)
+    alone = {name: verdict(name) for name in names}
+    pairs = {f"{a} + {b}": verdict(a, b) for a, b in itertools.combinations(names, 2) if not contradicts(a, b)}
     return {**alone, **pairs}
 
 
@@ -95,6 +99,4 @@ def test_a_feature_alone_is_taken_or_says_what_it_needs(name):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    GOLDENS.parent.mkdir(exist_ok=True)
     GOLDENS.write_text(json.dumps(verdicts(), indent=1) + "\n")
