@@ -60,6 +60,12 @@ def together(one: Trigger, other: Trigger) -> bool:
     return bool(one.adds.keys() & other.adds.keys())
 
 
+@pytest.mark.parametrize("name", [name for name in EXTENSIONS if flags_class(name).numbers])
+def test_the_page_of_an_extension_names_its_numbers(name):
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    assert [number for number in flags_class(name).numbers if f"`{number}`" not in page] == []
+
+
 @pytest.mark.parametrize("name", EXTENSIONS)
 def test_every_extension_loads(name):
     assert len(active([name]).extensions) == 1
