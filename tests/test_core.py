@@ -26,8 +26,8 @@ BARS = {
     "lines at the end": 32356,
     "feature words": 61,
     "kernel files": 39,
-    "kernel lines": 5687,
-    "all lines": 70107,
+    "kernel lines": 5699,
+    "all lines": 70095,
 }
 
 # What one reads to understand training.
