@@ -65,7 +65,7 @@ class Evals:
             row |= {"loss": loss, "supervised_tokens": tokens, "samples": samples, "broken_samples": broken, **metrics}
             row |= {"source_losses": by_source} if by_source else {}
             curves = {"loss": loss, **{f"loss/{name}": mean for name, mean in by_source.items()}, **metrics}
-            without = f" ({broken:,} broken ones left out)" if broken else ""
+            without = f" ({broken:,} left out as broken)" if broken else ""
             print_first(
                 f"step {step:,}: the loss on {samples:,} eval samples{without} is {loss:.4f} ({seconds[0]:.1f} s)"
             )

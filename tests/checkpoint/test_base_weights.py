@@ -42,7 +42,7 @@ def test_changed_weights_of_the_same_size_are_refused_and_moved_ones_are_not(tmp
 
     tower = tmp_path / "moved" / "clip" / "model.safetensors"
     flip_last_byte(tower)
-    with pytest.raises(ConfigError, match=r"--vision_tower: model\.safetensors has changed\nbring the old files back"):
+    with pytest.raises(ConfigError, match=r"--vision_tower: model\.safetensors has changed\nrestore the old files"):
         sources.weight_hashes(llavas.arguments(moved), tmp_path / "out", checkpoint)
 
 

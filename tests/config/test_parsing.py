@@ -531,9 +531,7 @@ def test_report_to_takes_names_with_blanks_or_commas_between(next_script, given,
 def test_a_tracker_that_is_unknown_or_missing_is_named_with_its_extra(next_script, monkeypatch):
     for module in ("parsing", "rules"):
         monkeypatch.setattr(f"llava_ds.config.{module}.is_installed", lambda name: name == "tensorboard")
-    with pytest.raises(
-        ConfigError, match=r"--report_to wandb: wandb is not installed: pip install 'llava_ds\[wandb\]'"
-    ):
+    with pytest.raises(ConfigError, match="--report_to wandb: wandb is not installed: pip install wandb, or"):
         parse_arguments(next_script)
     with pytest.raises(ConfigError, match="--report_to mlflow is unknown: give some of tensorboard, wandb, trackio"):
         parse_arguments([*next_script, "--report_to", "mlflow"])

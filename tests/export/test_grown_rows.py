@@ -144,13 +144,15 @@ def test_tokens_that_llavas_format_would_lose_are_refused(tmp_path):
     convert(folder, *there, "--output_dir", tmp_path / "back")
     assert settings(tmp_path / "back")["vocab_size"] == 403
     toys.add_plain_tokens(folder, "<drop>")
-    with pytest.raises(ConfigError, match=r"llava_tokenizer, which lacks 1 tokens of .*, the first is '<drop>': keep"):
+    with pytest.raises(
+        ConfigError, match=r"llava_tokenizer, but 1 tokens of .* are missing there \(the first is '<drop>'\): keep"
+    ):
         convert(folder, *there, "--resize_token_embeddings", "--output_dir", tmp_path / "lost")
     args = arguments({"model_name_or_path": str(folder), "resize_token_embeddings": True})
     plan = plan_model(args.model, 512)
     for flags in ({"export_format": "llava"}, {"mm_projector_type": "linear"}):
         given = args.replaced(**flags)
-        with pytest.raises(ConfigError, match="which lacks 1 tokens"):
+        with pytest.raises(ConfigError, match=r"but 1 tokens of .* are missing there"):
             export_format(given, plan, plan.tower.image_options(given))
     convert(folder, "--resize_token_embeddings", "--output_dir", tmp_path / "kept")
     assert settings(tmp_path / "kept")["text_config"]["vocab_size"] == 405

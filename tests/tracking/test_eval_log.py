@@ -36,4 +36,4 @@ def test_held_out_samples_that_broke_are_counted(tmp_path, capsys):
         (8, 0), (7, 1),
     ]  # fmt: skip
     first, second = capsys.readouterr().out.splitlines()
-    assert "broke" not in first and "on 7 eval samples, without 1 that broke, is 1.2500" in second
+    assert "broke" not in first and "on 7 eval samples (1 left out as broken) is 1.2500" in second

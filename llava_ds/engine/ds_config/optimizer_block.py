@@ -280,7 +280,7 @@ def _check_tools(draft: Draft, name: str, params: dict) -> None:
         return
     if draft.device_type == "cpu" and (name == "Lamb" or (name == "Lion" and not offload)):
         instead = "use AdamW" if name == "Lamb" else "use AdamW, or offload_optimizer to use its kernel for CPUs"
-        draft.refuse(f"{name} has a kernel for GPUs only, and there is none: {instead}")
+        draft.refuse(f"{name} has a kernel for GPUs only, and this machine has none: {instead}")
         return
     if not draft.is_local:
         return

@@ -49,7 +49,7 @@ class Flags(ExtensionFlags):
         }
         given = [flag for flag, is_set in wanted.items() if is_set]
         if given and not args.evaluates:
-            yield f"{given[0]} also needs eval samples: give --eval_data_path, --eval_fraction or --eval_tasks"
+            yield f"{given[0]} needs eval samples: give --eval_data_path, --eval_fraction or --eval_tasks"
         if self.load_best_model_at_end and (training.save_strategy == "no" or training.save_only_model):
             flag = "--save_only_model True" if training.save_only_model else "--save_strategy no"
             yield f"--load_best_model_at_end True goes back to a checkpoint, and {flag} saves none to go back to"

@@ -172,9 +172,8 @@ class Flags(ExtensionFlags):
             )
         for key in (key for key in CHANGE_BYTES if zero.get(key)):
             yield (
-                f"zero_optimization.{key} is {json.dumps(zero[key])}, and it computes with the bytes that it "
-                "sends, but those "
-                f"of --bits {self.bits} are packed: remove it"
+                f"zero_optimization.{key} is {json.dumps(zero[key])} and computes with the bytes that it sends, "
+                f"but those of --bits {self.bits} are packed: remove it"
             )
         if (zero.get("offload_param") or {}).get("device") == "nvme":
             yield (

@@ -130,7 +130,8 @@ def test_the_script_goes_on_where_it_was_broken_off_and_leaves_the_same_files(mo
     assert f'expected "{shown["reference"]}"' in printed.split("most confident first:\n")[1].splitlines()[0]
     assert "questions are later turns, asked with the true earlier answers before them" in printed
     assert (
-        "blank image: every image replaced by a plain colour" in printed and "without picture: neither image" in printed
+        "blank image: every image replaced by a plain colour" in printed
+        and "without picture: no image and no image mark" in printed
     )
 
     broken = tmp_path / "broken"

@@ -175,7 +175,7 @@ def test_mmbench(tmp_path):
     assert [probe(q.prompt.images[0], options) for q in (first, other)] == [((30, 20),), ((31, 20),)]
     test_split = tmp_path / "test.tsv"
     test_split.write_text("\n".join("\t".join(row[:7] + row[8:]) for row in [columns, *rows]) + "\n")
-    with pytest.raises(DataError, match="it is the test split"):
+    with pytest.raises(DataError, match="this is the test split"):
         read_questions("mmbench", Given(str(test_split), cache_dir=str(tmp_path)), None)
 
 
@@ -323,7 +323,7 @@ def test_a_file_without_pairs_is_refused_with_the_forms_that_are_known(tmp_path)
 
 
 def test_what_is_missing_is_named(tmp_path, vqav2):
-    with pytest.raises(ConfigError, match=r"--annotations is missing: .* VQAv2's questions only"):
+    with pytest.raises(ConfigError, match=r"--annotations is missing: .* has only VQAv2's questions"):
         read("vqav2", vqav2[0], tmp_path)
     with pytest.raises(ConfigError, match="already has the answers: leave it out"):
         read("gqa", vqav2[0], tmp_path, vqav2[1])
@@ -333,7 +333,7 @@ def test_what_is_missing_is_named(tmp_path, vqav2):
     with pytest.raises(DataError, match=r"1 of 1 records can't be used\n.*COCO_val2014_000000000042.jpg"):
         read("vqav2", vqav2[0], tmp_path, vqav2[1])
     annotations = dump(tmp_path / "others.json", {"annotations": [{"question_id": 1, "answers": []}]})
-    with pytest.raises(DataError, match=r"the question 42000, to which .* has no answer"):
+    with pytest.raises(DataError, match=r"the question 42000, but .* has no answer to it"):
         read("vqav2", vqav2[0], tmp_path, annotations)
     with pytest.raises(DataError, match="can't be read as JSON"):
         (tmp_path / "torn.json").write_text('{"questions": [')

@@ -107,7 +107,7 @@ def test_every_operator_is_one_of_deepspeeds():
             "did you mean",
         ),
         ('{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}', "there is no GPU", "use --bf16 or fp32"),
-        ('{"gradient_clipping": 1, "gradient_clipping": 2}', "gradient_clipping stands twice", ""),
+        ('{"gradient_clipping": 1, "gradient_clipping": 2}', "gradient_clipping occurs twice", ""),
         ('{"zero_optimization": ', "can't be read as JSON", "ds_configs/"),
         ("[]", "holds a list: expected a JSON object", "ds_configs/"),
         (
@@ -166,7 +166,7 @@ def test_python_and_packages(required, monkeypatch):
     monkeypatch.setattr(software.importlib.metadata, "requires", lambda name: listed)
     found = [finding.found for finding in software.check_packages(required) if finding.level == PROBLEM]
     assert len(found) == 2
-    assert "and torch>=99 is needed" in found[0] and found[1] == "no-such-package-here is not installed"
+    assert "but torch>=99 is needed" in found[0] and found[1] == "no-such-package-here is not installed"
 
     def missing(name):
         raise software.importlib.metadata.PackageNotFoundError(name)

@@ -144,7 +144,7 @@ def test_what_is_given_is_what_is_asked(served):
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ: give one of them"),
         ({"stop": [""]}, "stop[0]", "at least 1 character"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "goes with stream"),
-        ({"model": "gpt"}, "model", f"no model 'gpt' here, only '{MODEL}'"),
+        ({"model": "gpt"}, "model", f"model 'gpt' not found, only '{MODEL}'"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'system', 'user' or 'assistant'"),
         ({"messages": [user("x"), {"role": "assistant", "content": "y"}]}, "messages", "end with a question"),

@@ -166,8 +166,8 @@ def test_what_lies_beside_an_adapter_wins_over_the_base(base, tmp_path):
     ("changed", "expected"),
     [
         ({"peft_type": "IA3"}, "describes a IA3 adapter, expected LORA"),
-        ({"use_qalora": True}, "says use_qalora, which can't be merged here: merge the adapter with peft"),
-        ({"fan_in_fan_out": True}, "says fan_in_fan_out, which can't be merged here"),
+        ({"use_qalora": True}, "says use_qalora, but that can't be merged here: merge the adapter with peft"),
+        ({"fan_in_fan_out": True}, "says fan_in_fan_out, but that can't be merged here"),
         ({"lora_alpha": None}, "can't be read as settings of LoRA"),
     ],
 )

@@ -242,7 +242,7 @@ QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "s
         ({"stage": 3}, 8, "--bits 8 at stage 3: bitsandbytes keeps a hold of every whole 8-bit weight"),
         ({"stage": 2}, 8, None),
         ({"stage": 3}, 4, None),
-        *(({"stage": 3, key: True}, 4, f"zero_optimization.{key} is true, which computes") for key in QUANTIZED),
+        *(({"stage": 3, key: True}, 4, f"zero_optimization.{key} is true and computes") for key in QUANTIZED),
         ({"stage": 3, "offload_param": {"device": "nvme"}}, 4, "with buffers of one type, but --bits 4 has two"),
     ],
 )

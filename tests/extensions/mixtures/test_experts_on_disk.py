@@ -60,5 +60,7 @@ def test_an_expert_that_is_missing_is_named(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(DataError, match=r"lacks w3 of expert 2 in model\.layers\.1\.mlp\.experts: copy it again"):
+    with pytest.raises(
+        DataError, match=r"lacks w3 of expert 2 in model\.layers\.1\.mlp\.experts: copy the folder again"
+    ):
         read_folder(str(tmp_path)).language_model.open()

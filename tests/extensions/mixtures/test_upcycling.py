@@ -174,7 +174,7 @@ def test_models_that_cant_be_upcycled_are_refused():
     with pytest.raises(ConfigError, match="already has experts"):
         upcycled_config(upcycled_config(toys.language_model_config("llama"), ALL), ALL)
     for words in ("0,7", "one", "1,1"):
-        with pytest.raises(ConfigError, match=r"--moe_layers_idx names .*from 0 to 1"):
+        with pytest.raises(ConfigError, match=r"--moe_layers_idx contains .*from 0 to 1"):
             upcycled_config(
                 toys.language_model_config("llama"), toys.model_arguments(moe_enable=True, moe_layers_idx=words)
             )
@@ -188,7 +188,7 @@ def test_what_trains_is_named_by_whole_words():
         "model.layers.N.mlp.deepspeed_moe.gate.wg.weight",
         "model.layers.N.mlp.deepspeed_moe.experts.deepspeed_experts.N.gate_proj.weight",
     }
-    with pytest.raises(ConfigError, match=r"--train_modules gate_pro is in no .*: give some of .*gate_proj"):
+    with pytest.raises(ConfigError, match=r"--train_modules gate_pro matches no .*: use words from .*gate_proj"):
         trained_of(names, "gate_pro")
     with pytest.raises(ConfigError, match="leaves all experts frozen"):
         trained_of(names, "wg,lm_head")

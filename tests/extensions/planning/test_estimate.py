@@ -156,7 +156,7 @@ def test_the_largest_that_is_estimated_keeps_its_columns_apart(main, capsys):
         (["--vision_tower", str(ROOT)], "--vision_tower goes with --model_name_or_path"),
         (["--zero_stage", "2", "--deepspeed_config", ds_config(2)], "--zero_stage and --deepspeed_config both name"),
         (["--tokens_per_micro_batch", "0"], "--tokens_per_micro_batch is 0: give 1 or more"),
-        (["--train_batch_size", "9"], "train_batch_size is 9, which 8 ranks can't share evenly"),
+        (["--train_batch_size", "9"], "train_batch_size is 9, but 8 ranks can't share it evenly"),
         (["--deepspeed_config", "nowhere.json"], "--deepspeed_config nowhere.json can't be read"),
         (["--learning_rat", "1"], "unknown flag --learning_rat: did you mean --learning_rate?"),
         (["--num_gpu", "1"], "unknown flag --num_gpu: did you mean --num_gpus?"),

@@ -124,7 +124,7 @@ def test_what_is_not_tried_is_refused(folder, flags, message):
 @pytest.mark.parametrize("kind", ["glm4v", "gemma4_unified", "mllama"])
 def test_other_ready_models_are_refused_by_name(tmp_path, kind):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    with pytest.raises(ConfigError, match=f"is a {kind}, which can't be trained here yet .*: give one of idefics3"):
+    with pytest.raises(ConfigError, match=f"is a {kind}, but these can't be trained here yet .*: give one of idefics3"):
         read_folder(str(tmp_path))
 
 

@@ -158,7 +158,10 @@ def test_every_reason_against_cut_matrices_is_given_at_once():
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "hpz_partition_size makes groups of ranks"),
+        (
+            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+            "hpz_partition_size makes its own groups of ranks",
+        ),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile cuts matrices by its own rules"),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
