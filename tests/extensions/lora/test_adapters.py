@@ -80,7 +80,7 @@ def test_an_adapter_is_merged_as_peft_merges_it(kind, base, tmp_path, capsys):
     assert (args.data.image_aspect_ratio, args.model.mm_projector_type) == ("pad", "mlp2x_gelu")
     assert plan.tokenizer.name_or_path == base["model_name_or_path"]
     said = capsys.readouterr().out
-    assert f"LoRA of {tmp_path}/adapter_model.safetensors merged into 14 of them" in said
+    assert f"LoRA of {tmp_path}/adapter_model.safetensors merged into 14 tensors" in said
 
 
 def test_the_base_is_the_one_that_the_adapter_names_unless_a_flag_does(base, tmp_path):
