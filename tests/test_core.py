@@ -27,7 +27,7 @@ BARS = {
     "feature words": 61,
     "kernel files": 39,
     "kernel lines": 5699,
-    "all lines": 70095,
+    "all lines": 70094,
 }
 
 # What one reads to understand training.
