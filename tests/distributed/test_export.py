@@ -41,7 +41,12 @@ def trained(folder, runs: dict, num_ranks: int) -> tuple[dict, str]:
     """Output folders by name, and what was printed."""
     out = {name: folder / name.replace(" ", "-") for name in runs}
     flags = [
-        toy_run(given(folder, name), out[name], config, **{"max_steps": 2, **more, "save_strategy": "steps"})
+        toy_run(
+            given(folder, name),
+            out[name],
+            config,
+            **{"max_steps": 2, "verbose": True, **more, "save_strategy": "steps"},
+        )
         for name, (stage, more) in runs.items()
         for config in [tight_config(folder) if stage == 3 else ds_config(stage)]
     ]

@@ -83,7 +83,7 @@ def ask(folder: Path, cases: list[dict], timeout_s: int = 1200) -> dict[str, dic
 def whole_run(base: dict, data: dict, folder: Path, name: str, config: dict, **more: object) -> dict[str, object]:
     path = folder / f"{name}.json"
     path.write_text(json.dumps(config))
-    return toy_run(base | data, folder / name, path, **{"max_steps": 6, **more})
+    return toy_run(base | data, folder / name, path, **{"max_steps": 6, "verbose": True, **more})
 
 
 def whole_case(flags: dict[str, object]) -> dict:

@@ -190,7 +190,7 @@ def test_the_first_loss_is_ln_2(runs):
 @pytest.mark.full
 def test_the_tower_sees_an_image_once_for_both_answers(folder, given):
     """The dry run's first micro-batch: three of its pairs have an image."""
-    flags = flags_of(given, folder / "dry", 2, dry_run=True, shuffle=False)
+    flags = flags_of(given, folder / "dry", 2, dry_run=True, verbose=True, shuffle=False)
     words = [token for name, value in flags.items() for token in (f"--{name}", str(value))]
     done = launch(1, ROOT / "run" / "train.py", *words)
     assert done.returncode == 0 and "4 samples" in done.stdout and "2 image tiles" in done.stdout, done.stdout

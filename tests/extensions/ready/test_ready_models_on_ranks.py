@@ -93,7 +93,8 @@ class Runs:
     def run(self, name: str, config: str, **more: object) -> dict[str, object]:
         flags = {
             "max_steps": self.steps, "lr_scheduler_type": "constant", "learning_rate": RATE, "shuffle": False,
-            "adam_epsilon": self.epsilon, "train_batch_size": BATCH, "tune_mm_mlp": True, "tune_mm_llm": True, **more,
+            "adam_epsilon": self.epsilon, "train_batch_size": BATCH, "tune_mm_mlp": True, "tune_mm_llm": True,
+            "verbose": True, **more,
         }  # fmt: skip
         flags = toy_run(self.given, self.folder / name, config, **flags)
         return {name: value for name, value in flags.items() if name != "mm_projector_lr"}
