@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 126,
-    "imported lines": 20520,
+    "imported lines": 20516,
     "files at the end": 220,
     "lines at the end": 32356,
     "feature words": 61,
     "kernel files": 39,
-    "kernel lines": 5699,
-    "all lines": 70094,
+    "kernel lines": 5698,
+    "all lines": 70075,
 }
 
 # What one reads to understand training.

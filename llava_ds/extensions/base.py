@@ -242,8 +242,7 @@ class Phase(IntEnum):
     """The moments after an optimizer step, in the order in which hooks run.
 
     A request to stop comes first, so that later hooks know the last step; numbers are written before any hook judges
-    them;
-    a run that returns to a checkpoint does not evaluate or save the steps it gave up.
+    them; a run that returns to a checkpoint does not evaluate or save the steps it gave up.
     """
 
     STOP = 0
@@ -511,15 +510,13 @@ class MeshPart:
     """The functions for the mesh axis that an extension's flags add; every slot except `axis` is optional.
 
     cut: from the mesh, returns the function that cuts this rank's part out of a micro-batch (see
-    data/shared_loader.py); it
-    is sent to loader processes; adapt: makes a model with weights, trained or not, accept such parts.
-    owners: from a complete model, its FLOPs, the tokens of an image and the axis size, returns the number of layers per
-    rank and the owning rank of each parameter, by name; build: reduces a model without weights to this rank's part, and
-    returns lines to print.
-    divides: returns the parameters of a complete model that are split equally over the ranks once the engine has
-    started;
-    engine: returns more arguments of deepspeed.initialize, "config" on top of the resolved JSON; started: acts on the
-    new engine; runner: builds the object that runs micro-batches, instead of engine/runner.py's Direct.
+    data/shared_loader.py); it is sent to loader processes; adapt: makes a model with weights, trained or not, accept
+    such parts. owners: from a complete model, its FLOPs, the tokens of an image and the axis size, returns the number
+    of layers per rank and the owning rank of each parameter, by name; build: reduces a model without weights to this
+    rank's part, and returns lines to print. divides: returns the parameters of a complete model that are split equally
+    over the ranks once the engine has started; engine: returns more arguments of deepspeed.initialize, "config" on top
+    of the resolved JSON; started: acts on the new engine; runner: builds the object that runs micro-batches, instead of
+    engine/runner.py's Direct.
     """
 
     axis: str

@@ -32,10 +32,9 @@ class Mesh:
     """This rank's place on every axis. Data, gradients and counts follow the mesh; files and messages follow Ranks.
 
     dp: number of rank groups with different samples; dp_rank: index of this rank's group; places: this rank's place on
-    every other axis, by name; in_data: the same for axes inside dp.
-    shared_host_group: all ranks with the same samples, for tensors on the host. data_group: the ranks that hold the
-    same parameters and parts of matrices; counts, losses and gradients are summed over it (None: all ranks).
-    parts: the extensions' functions for their axes.
+    every other axis, by name; in_data: the same for axes inside dp. shared_host_group: all ranks with the same samples,
+    for tensors on the host. data_group: the ranks that hold the same parameters and parts of matrices; counts, losses
+    and gradients are summed over it (None: all ranks). parts: the extensions' functions for their axes.
     """
 
     dp: int

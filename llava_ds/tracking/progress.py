@@ -80,8 +80,7 @@ class Progress:
     def after_step(self, result, flush: bool = False) -> tuple[list, list[dict]]:
         """Take a StepResult from the loop. Returns the results that were read from the device, and their rows.
 
-        flush: write at once, so that the log is not older than a checkpoint; a checkpoint's time is not part of a
-        step.
+        flush: write at once, so that the log is not older than a checkpoint; a checkpoint's time is not part of a step.
         """
         self.pending.append(result)
         self.elapsed_s += result.step_time_s

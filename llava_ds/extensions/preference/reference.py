@@ -154,8 +154,7 @@ def weights_digest(model: torch.nn.Module, mesh: Mesh) -> str:
     """Return a text that changes with any bit of the weights and with its position.
 
     It covers every parameter, the scales of quantized ones, and every buffer. It is the same at any ZeRO stage and on
-    any
-    number of ranks that share no matrix. ZeRO-3's shards end with zeros.
+    any number of ranks that share no matrix. ZeRO-3's shards end with zeros.
     """
     names, sums, placement = [], [], placement_of(model)
     slices = {p: share.slice for p, share in placement.held(model).items()}

@@ -19,12 +19,10 @@ class RewardLoss:
     """The loss of pairs of answers, from the value head's outputs at their tokens.
 
     An answer's score is the output at its last supervised token, the end marker. reward_loss "last" compares the
-    scores:
-    -logsigmoid(chosen - rejected - margin). "tokens" is DeepSpeed-Chat's, the mean of that over tokens: k-th token
-    against
-    k-th token, from the first one that differs to the last of the longer answer. After the end of the shorter answer
-    DeepSpeed-Chat uses outputs at padding; here there is no padding, and the shorter answer keeps its score.
-    center_rewards_coefficient: weight of (chosen + rejected)^2, which keeps scores around zero.
+    scores: -logsigmoid(chosen - rejected - margin). "tokens" is DeepSpeed-Chat's, the mean of that over tokens: k-th
+    token against k-th token, from the first one that differs to the last of the longer answer. After the end of the
+    shorter answer DeepSpeed-Chat uses outputs at padding; here there is no padding, and the shorter answer keeps its
+    score. center_rewards_coefficient: weight of (chosen + rejected)^2, which keeps scores around zero.
     Sources: Bradley-Terry as in InstructGPT (arXiv 2203.02155), margins as in Llama 2 (2307.09288), TRL's
     RewardTrainer, DeepSpeed-Chat's reward_model.py.
     """
@@ -36,8 +34,7 @@ class RewardLoss:
         """Return the loss of every pair, (pairs,).
 
         scores (pairs, 2): of the chosen and the rejected answer; gaps (pairs, K): chosen minus rejected output, minus
-        the
-        margin, at every position; counted (pairs, K) bool: positions that are compared.
+        the margin, at every position; counted (pairs, K) bool: positions that are compared.
         """
         losses = torch.where(counted, -F.logsigmoid(gaps), 0.0).sum(1) / counted.sum(1).clamp(min=1)
         if self.center_rewards_coefficient:
@@ -89,8 +86,7 @@ def aligned(rows: torch.Tensor, batch: Batch, pairs: int) -> tuple[torch.Tensor,
     """Return chosen minus rejected outputs token by token (pairs, K), and a mask of compared positions (pairs, K) bool.
 
     rows (S,): at every supervised token. K is S, at least an answer's length, so that nothing waits for the device.
-    Both
-    answers of a pair begin at the same position, after the same prompt.
+    Both answers of a pair begin at the same position, after the same prompt.
     """
     if not pairs:
         return rows.view(0, 1), rows.view(0, 1).bool()

@@ -82,17 +82,16 @@ class ReadyFamily:
     normalised pixels and the layouts of their images, returns the pixels in the form of the family's image processor,
     without padding; outer_inputs: from the complete configuration, these pixels, the layouts, and (B, T) bool, True at
     features, returns the arguments of transformers' forward; resample: Pillow's number of the filter, unless the
-    folder's files give it.
-    build_tower: from the vision model's configuration; text_models: classes of language models for which transformers
-    has no causal language model, or none that keeps samples apart; has_image_blocks: True for a complete configuration
-    in which tokens of one image attend to each other (ImageBlocks); blocks_need_windows: only in layers with a window;
-    casts_pixels: False if its vision model computes with fp32 pixels before its first layer;
+    folder's files give it. build_tower: from the vision model's configuration; text_models: classes of language models
+    for which transformers has no causal language model, or none that keeps samples apart; has_image_blocks: True for a
+    complete configuration in which tokens of one image attend to each other (ImageBlocks); blocks_need_windows: only in
+    layers with a window; casts_pixels: False if its vision model computes with fp32 pixels before its first layer;
     videos: from the complete configuration, the tiling, the settings of image and video processor, and the tokenizer,
     returns a VideoRule, or raises ValueError with the reason why its videos can't be read; beside: prefixes of parts
-    that images don't use; they are exported unchanged;
-    prompt_mask: returns the attention_mask of transformers' language model for prompts; is_flat: True if config.json
-    may contain the language model's settings at its top level; shrink, prompt_mask, tower_widths: see the functions of
-    these names; boxes: the format of boxes and points in its training.
+    that images don't use; they are exported unchanged; prompt_mask: returns the attention_mask of transformers'
+    language model for prompts; is_flat: True if config.json may contain the language model's settings at its top level;
+    shrink, prompt_mask, tower_widths: see the functions of these names; boxes: the format of boxes and points in its
+    training.
     """
 
     name: str

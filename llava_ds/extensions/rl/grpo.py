@@ -18,9 +18,8 @@ class Drawn(NamedTuple):
     scores (A,) float64: each answer's advantage, for PPO its reward; weights (S,) float64: each token's weight in the
     step's loss; shares (S,) float64: each token's weight in a mean over the trained tokens, times the step's prompts;
     sampled (S,) float64: log-probabilities at generation; old (S,) float64: log-probabilities before the first of
-    several
-    iterations, None with one iteration; frozen (S,) float64: log-probabilities under the reference model, None without
-    one.
+    several iterations, None with one iteration; frozen (S,) float64: log-probabilities under the reference model, None
+    without one.
     """
 
     scores: torch.Tensor
@@ -36,8 +35,7 @@ class PolicyLoss:
     """The loss of every token.
 
     epsilon, epsilon_high: clipping range of the ratio of new to old probability; importance_sampling_level: one ratio
-    per
-    token, or per answer (the geometric mean of its tokens'); beta: weight of the distance from the reference model;
+    per token, or per answer (the geometric mean of its tokens'); beta: weight of the distance from the reference model;
     corrects_kl: multiply the distance by the ratio, which makes its gradient unbiased; temperature: of the generation.
     Sources: GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), the correction
     (2512.02556, 3.1); names and conventions are TRL's.

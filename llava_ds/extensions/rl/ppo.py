@@ -17,8 +17,7 @@ class Valued(NamedTuple):
     """The critic's numbers of a micro-batch: Batch.extra["valued"]. Drawn.old is never None with them.
 
     values (S,) float64: before the step's updates, at the position before each token; returns (S,) float64: the
-    critic's
-    targets; advantages (S,) float64.
+    critic's targets; advantages (S,) float64.
     """
 
     values: torch.Tensor
@@ -31,10 +30,8 @@ class ActorCriticLoss:
     """The loss of every token.
 
     cliprange: clipping range of the ratio of new to old probability; cliprange_value: clipping range of a value around
-    the
-    old one; vf_coef: weight of the critic's loss; temperature: of the generation. Sources: PPO (arXiv 1707.06347);
-    names
-    and conventions are those of TRL's PPOTrainer and of DeepSpeed-Chat.
+    the old one; vf_coef: weight of the critic's loss; temperature: of the generation. Sources: PPO (arXiv 1707.06347);
+    names and conventions are those of TRL's PPOTrainer and of DeepSpeed-Chat.
     """
 
     cliprange: float = 0.2

@@ -28,8 +28,7 @@ class Completion:
     """An answer as rewards see it.
 
     reference: the record's answer; tokens: the answer's, of at most max_tokens; sample: prompt and answer as tokens,
-    with
-    the images.
+    with the images.
     """
 
     prompt: str

@@ -164,8 +164,7 @@ class Rollouts(SessionPart):
         """Generate answers to each prompt, and reward them. Collective. Returns also the number of replaced prompts.
 
         With --dynamic_sample, a group without a signal is replaced by answers to another prompt. The choice depends on
-        --seed,
-        the step and the prompt alone.
+        --seed, the step and the prompt alone.
         """
         flags, places = self._flags, list(range(len(prompts)))
         groups = self._answered((step, 0), prompts, prompts)
