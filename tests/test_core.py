@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 126,
-    "imported lines": 20516,
+    "imported lines": 20467,
     "files at the end": 220,
     "lines at the end": 32356,
     "feature words": 61,
     "kernel files": 39,
     "kernel lines": 5698,
-    "all lines": 70075,
+    "all lines": 70089,
 }
 
 # What one reads to understand training.

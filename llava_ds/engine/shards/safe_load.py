@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from llava_ds.constants import DataError
-from llava_ds.model.open.weights import refused_name
+from llava_ds.model.open.pickles import refused_name
 
 # The only classes allowed in a checkpoint, in addition to tensors and plain values (DeepSpeed 0.19).
 CLASSES = [ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address]

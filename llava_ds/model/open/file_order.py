@@ -33,7 +33,8 @@ from llava_ds.files.processor_files import (
     settings_files,
     video_settings,
 )
-from llava_ds.model.open.weights import WHOLE, load_pickle, names_in, shapes_in, weight_files
+from llava_ds.model.open.pickles import load_pickle
+from llava_ds.model.open.weights import WHOLE, names_in, shapes_in, weight_files
 
 
 def passed_over(

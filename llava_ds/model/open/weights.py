@@ -4,9 +4,6 @@ Tensors are read by name, one at a time, from safetensors and pickles, whole or 
 """
 
 import itertools
-import pickle
-import re
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -101,8 +98,12 @@ class OpenedFile:
         self._open()
 
     def _open(self) -> None:
-        is_pickle = self._file.suffix != ".safetensors"
-        self._tensors = load_pickle(self._file) if is_pickle else safe_open(self._file, framework="pt")
+        if self._file.suffix == ".safetensors":
+            self._tensors = safe_open(self._file, framework="pt")
+            return
+        from llava_ds.model.open.pickles import load_pickle
+
+        self._tensors = load_pickle(self._file)
 
     def read(self, name: str) -> torch.Tensor:
         if self._bytes_read > MAPPED_BYTES:
@@ -218,63 +219,14 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
     if file.suffix != ".safetensors":
+        from llava_ds.model.open.pickles import load_pickle
+
         return {name: tuple(tensor.shape) for name, tensor in load_pickle(file).items()}
     try:
         with safe_open(file, framework="pt") as opened:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
     except Exception as error:  # safetensors' own, and torch's for unknown dtypes
         raise DataError(f"{file} can't be read as weights ({said_by(error)}): copy it again") from error
-
-
-def load_pickle(file: Path) -> dict[str, torch.Tensor]:
-    """Load the tensors of a .bin file, mapped if its format allows it (all since torch 1.6)."""
-    try:
-        if (mapped := zipfile.is_zipfile(file)) and (packed := _compressed(file)):
-            raise DataError(f"{file} is refused: its {packed} is compressed, unlike torch's files: copy it again")
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    except DataError:
-        raise
-    except pickle.UnpicklingError as error:
-        named = refused_name(error)
-        if named is None:
-            raise DataError(f"{file} can't be read as weights (the file is incomplete): copy it again") from error
-        raise DataError(
-            f"{file} is refused: it holds {named} in addition to tensors, and code in weight files is not run: "
-            "save only the tensors, best as safetensors"
-        ) from error
-    except Exception as error:  # torch raises several types for damaged files
-        raise DataError(f"{file} can't be read as weights ({_first_line(error)}): copy it again") from error
-    if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
-        raise DataError(f"{file} can't be read as weights: expected tensors by name and nothing else")
-    if strange := [name for name, tensor in found.items() if not _is_plain(name, tensor)]:
-        raise DataError(
-            f"{file} can't be read as weights: expected dense tensors with all their numbers in the file, but "
-            f"{shown(strange[0])} is different"
-        )
-    return found
-
-
-def _compressed(file: Path) -> str | None:
-    """Return the name of a compressed member of a zip, or None. Expanding a megabyte of it could fill the memory."""
-    with zipfile.ZipFile(file) as zipped:
-        return next((one.filename for one in zipped.infolist() if one.compress_type != zipfile.ZIP_STORED), None)
-
-
-def _is_plain(name: object, tensor: torch.Tensor) -> bool:
-    """True for a dense tensor with full storage: a pickle may expand one number to a terabyte."""
-    if not isinstance(name, str) or tensor.layout != torch.strided or tensor.device.type != "cpu":
-        return False
-    return not tensor.is_quantized and tensor.nbytes <= tensor.untyped_storage().nbytes()
-
-
-def refused_name(error: pickle.UnpicklingError) -> str | None:
-    """Return the name that torch refused to unpickle; None if the file is damaged."""
-    named = re.search(r"GLOBAL (\S+)", str(error))
-    return named and named[1]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 class TensorSource:
