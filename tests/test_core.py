@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 126,
-    "imported lines": 20467,
+    "imported lines": 20468,
     "files at the end": 220,
     "lines at the end": 32356,
     "feature words": 61,
     "kernel files": 39,
     "kernel lines": 5698,
-    "all lines": 70089,
+    "all lines": 70090,
 }
 
 # What one reads to understand training.
