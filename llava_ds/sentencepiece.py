@@ -7,9 +7,8 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import import_protobuf
 
+from llava_ds.constants import SPACE
 from llava_ds.files.model_files import read_json_if_there
-
-SPACE = "▁"  # sentencepiece's space
 
 
 def read_model(path: Path):

@@ -14,10 +14,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, TokenizersBackend
 
 from llava_ds.config.arguments import ModelArguments
-from llava_ds.constants import IM_END_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, ConfigError
+from llava_ds.constants import IM_END_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, SPACE, ConfigError
 from llava_ds.files.model_files import check_folder, library_errors, own_file, read_config, read_json_if_there, shown
 
-SPACE = "▁"  # sentencepiece's space
 MAX_NAMED = 4  # tokens named in one line
 MAX_GAP = 1 << 16  # ids without a token
 

@@ -9,6 +9,7 @@ SLOW_FACTOR = 1.5  # ratio of its working time to the others', in the same steps
 LEAST_BUSY = 0.5  # fraction of its time: a rank that waits for more than half of it slows nobody down
 
 
+MOST_IN_A_MESH = 64  # up to this many ranks, every rank hears all
 PHASES = ("start", "step", "evaluation", "save", "export", "done")
 
 

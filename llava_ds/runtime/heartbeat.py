@@ -19,14 +19,13 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from llava_ds.runtime.hangs import PHASES, Beat
+from llava_ds.runtime.hangs import MOST_IN_A_MESH, PHASES, Beat
 from llava_ds.runtime.processes import process_namespace
 from llava_ds.runtime.ranks import Ranks, address_towards, gather, local_ranks
 
 MOST_BYTES = 1400  # in a packet: fits into one Ethernet frame
 MOST_PACKETS = 4096  # read at once: flooding the port does not keep the thread busy
 RECEIVE_BYTES = 4 * 2**20  # requested; the kernel's default holds 256 packets, and net.core.rmem_max may not allow more
-MOST_IN_A_MESH = 64  # up to this many ranks, every rank hears all
 WATCHERS = 4  # ranks that hear all, in larger runs
 INTERVAL_S = 1.0  # between two beats of a rank
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from llava_ds.config.arguments import TrainingArguments
 from llava_ds.constants import EXIT_RANK_LOST, ConfigError, DataError
-from llava_ds.runtime.hangs import Beat, Known, behind, place, standstill, stragglers
+from llava_ds.runtime.hangs import MOST_IN_A_MESH, Beat, Known, behind, place, standstill, stragglers
 from llava_ds.runtime.main_thread import WRITING_S, Activity, dump_stacks, look_at, no_collection, say, within
 from llava_ds.runtime.ranks import Ranks, barrier, format_ranks
 from llava_ds.runtime.waiting import noted_progress
@@ -27,7 +27,6 @@ SILENT_S = 10.0  # without a beat, a rank is reported as giving no sign of life
 REFUSED_S, UNREACHABLE_S = 30.0, 60.0  # without a beat, a rank is gone if its machine, or the network, reports so
 REFUSALS = 3
 MOST_NAMED = 4  # ranks in a message, with their samples
-RANKS_A_SECOND = 64  # send a beat at a new step, in all
 STEPS_LONGER = 4  # times the longest step so far: shorter steps are never too long, whatever the limit
 WINDOW_S = 60.0  # over which ranks are compared
 WINDOWS_BETWEEN = 10  # between two lines about the same rank
@@ -147,7 +146,7 @@ class Watchdog:
             with self._sending:
                 self._look(passed)
                 at = self._beat.position
-                if speaks or (at != self._sent_position and elapsed_s >= self._ranks.world_size / RANKS_A_SECOND):
+                if speaks or (at != self._sent_position and elapsed_s >= self._ranks.world_size / MOST_IN_A_MESH):
                     self._sent_at, self._sent_position = self._now, at
                     self._send(self._beat)
             if speaks:

@@ -35,7 +35,7 @@ def to_eight_bits(image: Image.Image, value_range: str | None = None) -> Image.I
 def described(image: Image.Image, value_range: str | None = None) -> str:
     """Describe a decoded image that uses less than 1/16 of its range, or has more than 1/16 of its pixels outside; ""
     for others. Raises ValueError as to_eight_bits does."""
-    if not image.mode.startswith(("I", "F")):  # more than one channel
+    if not image.mode.startswith(("I", "F")):  # 16 bits a channel, of which Pillow reads 8
         extrema = image.getextrema()
         bands = extrema if isinstance(extrema[0], tuple) else (extrema,)
         most = max(high for _, high in bands[: 1 if image.mode == "LA" else 3])
