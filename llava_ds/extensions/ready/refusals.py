@@ -16,10 +16,7 @@ def ready_problems(args: Arguments, kind: str) -> list[str]:
     """Return a line for every flag that a ready model ignores, and for every feature without support yet."""
     given = [name for name in COMPOSING_FLAGS if name in args.given and name != "version"]
     given += ["version"] * ("version" in args.given and args.model.version != "processor")
-    training, problems = args.training, []
-    if training.objective != "sft":
-        problems.append(f"--objective {training.objective}: {kind} can only be trained on answers yet: give sft")
-    problems += sharing_problems(args)
+    problems = sharing_problems(args)
     if given:
         problems.append(
             f"{', '.join(f'--{name}' for name in given)}: {kind} has its own files on how images and conversations are "
