@@ -71,6 +71,12 @@ class MediaLayout:
         in_row = self.moments if self.text is None else self.text.features // (self.num_tiles // self.moments)
         return (Grid(*self.cells, in_row, self.interval),) * (self.moments // in_row)
 
+    def with_moments(self, moments: int) -> "MediaLayout":
+        """Return the layout of this many of a video's moments, without text: the input of a tower that takes whole
+        images."""
+        n, tokens = (moments * (count // self.moments) for count in (self.num_tiles, self.num_tokens))
+        return dataclasses.replace(self, num_tiles=n, num_tokens=tokens, moments=moments, text=None)
+
     @property
     def rows(self) -> np.ndarray:
         """Feature rows (num_tokens,) int64: below n * P, a feature of the tiles; n * P, the newline; above, a pooled

@@ -72,8 +72,7 @@ def _ways_to_train(args: Arguments) -> Iterator[Feature]:
         if count := getattr(model, flag):
             yield Feature(f"--{flag} {count}", breaks=("trained_layers",))
     if model.mm_native_resolution:
-        needs = dict.fromkeys(("whole_sample", "whole_layers"), "images in their own shape are not shared")
-        yield Feature("--mm_native_resolution True", needs)
+        yield Feature("--mm_native_resolution True", {"whole_layers": "images in their own shape are not shared"})
 
 
 def _ways_to_run(args: Arguments) -> Iterator[Feature]:

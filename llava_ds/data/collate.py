@@ -104,7 +104,7 @@ def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: boo
     layouts = {key: layout for key, (_, layout) in distinct.items()}
     if with_pixels:
         tiles = [tiles for tiles, _ in distinct.values()] or [blank_tile(options.size)]
-        pixel_values = _of_one_height(tiles)  # (N, 3, H, S)
+        pixel_values = of_one_height(tiles)  # (N, 3, H, S)
     else:
         num_tiles = sum(layout.num_tiles for layout in layouts.values())
         pixel_values = torch.zeros(max(1, num_tiles), 3, 0, 0, dtype=torch.uint8)
@@ -145,7 +145,7 @@ def _position_ids(samples: list[LoadedSample], options: ImageOptions) -> torch.T
     return torch.cat([torch.arange(len(sample.input_ids)) for sample in samples])[None]
 
 
-def _of_one_height(tiles: list[torch.Tensor]) -> torch.Tensor:
+def of_one_height(tiles: list[torch.Tensor]) -> torch.Tensor:
     """Concatenate all tiles. A video tile stacks its frames vertically; image tiles next to such videos are repeated to
     that height."""
     height = max(each.shape[2] for each in tiles)

@@ -9,12 +9,14 @@ import torch
 
 from llava_ds.batch import Batch
 from llava_ds.constants import DataError
-from llava_ds.data.collate import ItemCounts, LoadedSample, blank_tile, collate, counts_of
-from llava_ds.data.dataset import BrokenSample, EncodedDataset
+from llava_ds.data.collate import ItemCounts, blank_tile, collate, counts_of, of_one_height
+from llava_ds.data.dataset import BrokenSample, EncodedDataset, Undecoded
 from llava_ds.geometry import ImageOptions
+from llava_ds.layouts import MediaLayout
 
-# Reduces a whole micro-batch without pixels to a rank's part; returns it and the indices of the tiles that it needs.
-Cut = Callable[[Batch, ImageOptions], tuple[Batch, list[int]]]
+# Reduces a whole micro-batch without pixels, with the layouts of its images and videos in order, to a rank's part;
+# returns it and the indices of the tiles that it needs.
+Cut = Callable[[Batch, ImageOptions, Sequence[MediaLayout]], tuple[Batch, list[int]]]
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,13 @@ class PartsOfMicroBatches(torch.utils.data.Dataset):
         places = tuple(place for place in range(len(items)) if place not in broken)
         samples = [sample for place in places for sample in items[place].samples]
         batch = collate(samples, options, with_pixels=False)
+        distinct = {id(one): (one, layout) for sample in samples for one, layout in sample.media}
+        layouts = [layout for _, layout in distinct.values()]
         tiles = set(range(len(batch.pixel_values)))
         for cut in self.cuts:
-            batch, needed = cut(batch, options)
+            batch, needed = cut(batch, options, layouts)
             tiles.intersection_update(needed)
-        pixels, unreadable = self._pixels(samples, tiles)
+        pixels, unreadable = self._pixels(distinct, tiles)
         for place in places:
             reasons = [unreadable[id(one)] for sample in items[place].samples for one, _ in sample.media]
             if any(reasons):
@@ -67,13 +71,14 @@ class PartsOfMicroBatches(torch.utils.data.Dataset):
             broken,
         )
 
-    def _pixels(self, samples: list[LoadedSample], wanted: set[int]) -> tuple[torch.Tensor, dict[int, str]]:
-        """Decode the wanted tiles (N, 3, S, S), by index in the whole micro-batch; unreadable tiles are black.
+    def _pixels(
+        self, distinct: dict[int, tuple[Undecoded, MediaLayout]], wanted: set[int]
+    ) -> tuple[torch.Tensor, dict[int, str]]:
+        """Decode the wanted tiles (N, 3, H, S), by index in the whole micro-batch; unreadable tiles are black.
 
         Also returns a reason per image or video, by its id; "" if it is readable.
         """
         size, first = self.dataset.image_options.size, 0
-        distinct = {id(one): (one, layout) for sample in samples for one, layout in sample.media}
         reasons = dict.fromkeys(distinct, "")
         pixels: list[torch.Tensor] = []
         for key, (undecoded, layout) in distinct.items():
@@ -87,7 +92,7 @@ class PartsOfMicroBatches(torch.utils.data.Dataset):
                 self.dataset.note_error(error)
                 reasons[key] = str(error)
                 pixels.append(torch.zeros(len(own), 3, size, size, dtype=torch.uint8))
-        return torch.cat(pixels or [blank_tile(size)]), reasons
+        return of_one_height(pixels or [blank_tile(size)]), reasons
 
 
 def without(batch: Batch, dropped: set[int]) -> Batch:

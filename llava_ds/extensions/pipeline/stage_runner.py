@@ -26,6 +26,7 @@ from llava_ds.engine.placement import Placement, Share
 from llava_ds.engine.runner import Forward
 from llava_ds.extensions.pipeline.stages import HIDDEN, Stage, keep_stage, owners, stage_of
 from llava_ds.geometry import ImageOptions
+from llava_ds.layouts import MediaLayout
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.runtime.mesh import Mesh
@@ -57,12 +58,12 @@ def cutting(mesh: Mesh) -> Callable:
     return with_all if mesh.at("pp").index == 0 else without_images
 
 
-def with_all(batch: Batch, options: ImageOptions) -> tuple[Batch, list[int]]:
+def with_all(batch: Batch, options: ImageOptions, layouts: Sequence[MediaLayout]) -> tuple[Batch, list[int]]:
     """Return a micro-batch, and the numbers of all its tiles."""
     return batch, list(range(len(batch.pixel_values)))
 
 
-def without_images(batch: Batch, options: ImageOptions) -> tuple[Batch, list[int]]:
+def without_images(batch: Batch, options: ImageOptions, layouts: Sequence[MediaLayout]) -> tuple[Batch, list[int]]:
     """Return a micro-batch for stages without images: they decode none."""
     return batch, []
 

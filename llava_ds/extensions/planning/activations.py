@@ -89,7 +89,9 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
 
 def exchange_buffers(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
     """Return the peak of the exchange around attention: sent and received query, key and value."""
-    return 0 if shape.text is None else 2 * exchanged_bytes(shape.text, batch.num_tokens, weight_bytes)[0]
+    if shape.text is None:
+        return 0
+    return 2 * exchanged_bytes(shape.text.largest_layer, batch.num_tokens, weight_bytes)[0]
 
 
 def exchanged_bytes(text: TextShape, num_tokens: float, weight_bytes: int) -> tuple[int, int]:

@@ -2,12 +2,14 @@
 """A rank's part of a micro-batch, with the images in it only."""
 
 import dataclasses
-from typing import NamedTuple
+import itertools
+from collections.abc import Sequence
 
 import torch
 
 from llava_ds.batch import Batch, Placing
 from llava_ds.geometry import ImageOptions
+from llava_ds.layouts import MediaLayout
 
 SHARED = "tokens_shared"  # in Batch.trunk: True for a part of a pack
 
@@ -18,70 +20,87 @@ def fill(batch: Batch, ranks: int) -> Batch:
     if not missing:
         return batch
     ends = batch.cu_seqlens[-1:] + missing
+    more = torch.arange(missing).expand(*batch.position_ids.shape[:-1], -1)
     return dataclasses.replace(
         batch,
         input_ids=torch.nn.functional.pad(batch.input_ids, (0, missing)),
-        position_ids=torch.cat([batch.position_ids, torch.arange(missing)[None]], 1),
+        position_ids=torch.cat([batch.position_ids, more], -1),
         cu_seqlens=torch.cat([batch.cu_seqlens, ends]),
         max_seqlen=max(batch.max_seqlen, missing),
         sources=torch.nn.functional.pad(batch.sources, (0, 1)),
+        lengths=(*batch.lengths, missing),
     )
 
 
-def cut(whole: Batch, options: ImageOptions, rank: int, ranks: int) -> tuple[Batch, list[int]]:
+def cut(
+    whole: Batch, options: ImageOptions, layouts: Sequence[MediaLayout], rank: int, ranks: int
+) -> tuple[Batch, list[int]]:
     """Return the tokens of one of `ranks` ranks, and the numbers of the tiles that its image positions need.
 
     The batch is padded to a multiple of the ranks. cu_seqlens, max_seqlen and all per-sample fields remain the complete
     batch's; positions count from the rank's first token. pixel_values is not set: the caller sets it to these tiles, in
-    order, or to the blank one. A tile with features on both sides of a cut is needed on both.
+    order, or to the blank one. A tile with features on both sides of a cut is needed on both; a tower that takes whole
+    images needs all tiles of an image, or of a moment of a video. layouts: of the batch's images and videos, in order.
     """
     whole = fill(whole, ranks)
     length = whole.input_ids.shape[1] // ranks
     first, end = rank * length, (rank + 1) * length
     positions, num_features = whole.placing.positions, len(whole.placing.features)
     inside = (positions >= first) & (positions < end)  # (M,)
-    placed = _placed(whole, whole.placing.features[inside[:num_features]], options.tokens_per_tile)
+    rows = whole.placing.features[inside[:num_features]]
+    tiles, tower = _tiles_at(whole, rows, options.tokens_per_tile), whole.tower
+    if tower:
+        tiles, shown = _whole_images(tiles, layouts)
+        tower = options.tower_inputs(shown)
     supervised = (whole.target_positions >= first) & (whole.target_positions < end)
     batch = dataclasses.replace(
         whole,
         input_ids=whole.input_ids[:, first:end],
-        position_ids=whole.position_ids[:, first:end],
+        position_ids=whole.position_ids[..., first:end],
         target_positions=whole.target_positions[supervised] - first,
         targets=whole.targets[supervised],
         target_samples=whole.target_samples[supervised],
         target_weights=None if whole.target_weights is None else whole.target_weights[supervised],
+        tower=tower,
         trunk={**whole.trunk, SHARED: True},
-        placing=Placing(
-            positions=positions[inside] - first,
-            features=placed.rows,
-            pool_index=placed.pool_index,
-            pool_weight=placed.pool_weight,
-            pools_by_max=bool(placed.pool_weight.isinf().any()),
-        ),
+        placing=_placing(whole, positions[inside] - first, rows, tiles, options.tokens_per_tile),
     )
-    return batch, placed.tiles.tolist()
+    return batch, tiles.tolist()
 
 
-class _Placed(NamedTuple):
-    """Placing for the needed tiles. tiles: their numbers, ascending; other fields as in Placing, renumbered."""
+def _tiles_at(whole: Batch, rows: torch.Tensor, patches: int) -> torch.Tensor:
+    """Return the numbers of the tiles needed by some rows of a batch's feature table, ascending. rows: as in
+    Placing.features."""
+    first_pooled = len(whole.pixel_values) * patches
+    is_pooled = rows >= first_pooled
+    pooled = torch.unique(rows[is_pooled] - first_pooled)
+    index = whole.placing.pool_index[pooled][whole.placing.pool_weight[pooled] != 0]
+    return torch.unique(torch.cat([rows[~is_pooled] // patches, index // patches]))
 
-    tiles: torch.Tensor
-    rows: torch.Tensor
-    pool_index: torch.Tensor
-    pool_weight: torch.Tensor
+
+def _whole_images(tiles: torch.Tensor, layouts: Sequence[MediaLayout]) -> tuple[torch.Tensor, list[MediaLayout]]:
+    """Add the other tiles of their images and of their moments of videos. Returns all, and the layouts of these."""
+    needed, found, shown, first = set(tiles.tolist()), [], [], 0
+    for layout in layouts:
+        step = layout.num_tiles // layout.moments
+        moments = [range(i, i + step) for i in range(first, first + layout.num_tiles, step)]
+        moments = [moment for moment in moments if not needed.isdisjoint(moment)]
+        found += itertools.chain(*moments)
+        shown += [layout.with_moments(len(moments))] * bool(moments)
+        first += layout.num_tiles
+    return torch.tensor(found, dtype=torch.int64), shown
 
 
-def _placed(whole: Batch, rows: torch.Tensor, patches: int) -> _Placed:
-    """Renumber the tiles and pooled features needed by some rows of a batch's feature table.
+def _placing(whole: Batch, positions: torch.Tensor, rows: torch.Tensor, tiles: torch.Tensor, patches: int) -> Placing:
+    """Renumber some rows of a batch's feature table, and their pooled features.
 
-    rows: as in Placing.features.
+    positions: of the rank's image tokens; rows: as in Placing.features; tiles: numbers of the kept ones, ascending.
     """
     first_pooled = len(whole.pixel_values) * patches
     is_pooled = rows >= first_pooled
     pooled, pooled_at = torch.unique(rows[is_pooled] - first_pooled, return_inverse=True)
     index, weight = whole.placing.pool_index[pooled], whole.placing.pool_weight[pooled]
     used = weight != 0
-    tiles = torch.unique(torch.cat([rows[~is_pooled] // patches, index[used] // patches]))
     count = max(1, len(tiles))  # without any tile, the blank one is used
 
     def moved(features: torch.Tensor) -> torch.Tensor:
@@ -90,4 +109,5 @@ def _placed(whole: Batch, rows: torch.Tensor, patches: int) -> _Placed:
     found = torch.empty_like(rows)
     found[~is_pooled] = moved(rows[~is_pooled])
     found[is_pooled] = count * patches + pooled_at
-    return _Placed(tiles, found, torch.where(used, moved(index), 0) if len(tiles) else index, weight)
+    index = torch.where(used, moved(index), 0) if len(tiles) else index
+    return Placing(positions, found, index, weight, pools_by_max=bool(weight.isinf().any()))

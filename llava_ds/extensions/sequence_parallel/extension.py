@@ -10,6 +10,7 @@ from llava_ds.extensions.base import Extension, MeshPart
 from llava_ds.extensions.sequence_parallel.cut import cut
 from llava_ds.extensions.sequence_parallel.exchange import heads_problem
 from llava_ds.extensions.sequence_parallel.shared_tokens import share_tokens
+from llava_ds.model.families.language import has_state, layer_configs
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.mesh import Mesh
 
@@ -17,9 +18,25 @@ AXIS = "sp"
 
 
 def fits(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
-    """Yield a line if heads can't be divided over the ranks, after tensor parallelism has divided them."""
-    heads, cut_by = config.num_attention_heads, args.size_of("tp")
-    key_heads, size = getattr(config, "num_key_value_heads", None) or heads, args.size_of(AXIS)
+    """Yield a line for layers with a state, and if heads can't be divided over the ranks, after tensor parallelism has
+    divided them."""
+    size, cut_by = args.size_of(AXIS), args.size_of("tp")
+    if has_state(config):
+        yield (
+            f"--sequence_parallel_size is {size}: layers of the language model carry a state from token to token, and "
+            "ranks don't pass it on yet: leave the flag out"
+        )
+        return
+    heads_of_layers = {
+        (layer.num_attention_heads, getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads)
+        for layer in layer_configs(config)
+    }
+    for heads, key_heads in sorted(heads_of_layers):
+        yield from _problems_of_heads(heads, key_heads, size, cut_by)
+
+
+def _problems_of_heads(heads: int, key_heads: int, size: int, cut_by: int) -> Iterator[str]:
+    """Yield a line if the heads of a layer can't be divided. cut_by: ranks of tensor parallelism."""
     flag = f"--sequence_parallel_size is {size}"
     if problem := heads_problem(heads, key_heads, size):
         yield f"{flag}: the language model's {problem}"

@@ -62,7 +62,7 @@ def main() -> None:
 
     place = Mesh.of(ranks, [Axis("sp", "sequence_parallel_size", ranks.world_size, 1, divides_model=False)]).at("sp")
     share_tokens(model, place.group)
-    part, tiles = cut(whole, options, place.index, place.size)
+    part, tiles = cut(whole, options, [layout], place.index, place.size)
     pixels = whole.pixel_values[tiles] if tiles else torch.zeros_like(image[:1])
     part = dataclasses.replace(part, pixel_values=pixels)
     shared = gather(kept_bytes(model, part), ranks)

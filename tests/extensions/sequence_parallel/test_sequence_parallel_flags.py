@@ -8,6 +8,7 @@ import pytest
 import toys
 from ds_json import arguments as flags_of
 from extension_there import if_there, needs_extension
+from transformers import AutoConfig
 
 from llava_ds.checkpoint.run_identity import data_ranks
 from llava_ds.config.parsing import parse_arguments
@@ -101,6 +102,23 @@ def test_heads_that_cannot_be_shared_out():
     reason = "--sequence_parallel_size is 3: .* 4 heads, with 2 of keys, can't be shared out over 3 ranks: give 1, 2, 4"
     with pytest.raises(ConfigError, match=reason):
         check_model(arguments("--sp_size", "3"), llama)
+
+
+def test_heads_that_differ_between_layers():
+    config = AutoConfig.for_model(
+        "gemma4_text", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], hidden_size=48,
+        num_attention_heads=6, num_key_value_heads=3, num_global_key_value_heads=2, attention_k_eq_v=True,
+    )  # fmt: skip
+    check_model(arguments("--sp_size", "6"), config)
+    with pytest.raises(ConfigError, match="6 heads, with 2 of keys, can't be shared out over 3 ranks: give 1, 2, 6"):
+        check_model(arguments("--sp_size", "3"), config)
+
+
+def test_layers_with_a_state_are_refused():
+    kinds = ["linear_attention", "full_attention"]
+    config = AutoConfig.for_model("qwen3_5_text", num_hidden_layers=2, layer_types=kinds, hidden_size=32)
+    with pytest.raises(ConfigError, match="carry a state from token to token, and ranks don't pass it on yet: leave"):
+        check_model(arguments("--sp_size", "2"), config)
 
 
 @needs_extension("tensor_parallel")

@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 import toys
 from known_flags import known_cases
-from launching import TRAIN, command_line, ds_config, launch, losses, toy_run
+from launching import TRAIN, command_line, ds_config, launch, losses, run_many, toy_run
 from sharing import (
     OFFLOAD,
+    STEPS,
     TORN,
     TRAINED_TOWER,
     check_same,
     relative_difference,
+    sgd,
     train_all,
     write_data,
 )
@@ -102,6 +104,23 @@ def test_in_bf16_ranks_round_as_those_with_samples_of_their_own_do(more_runs):
 @pytest.mark.parametrize("name", [name for name in MORE if "-" in name and not name.startswith("bf16")])
 def test_losses_and_gradients_are_those_of_one_rank_on_any_mesh(more_runs, name):
     check_same(more_runs[name.split("-")[0]], more_runs[name])
+
+
+def test_images_in_their_own_shape_are_those_of_one_rank(runs):
+    """An image whose tokens are on two ranks is encoded whole by both."""
+    folder = runs["plain"].parent
+    toys.write_tower(folder / "siglip2", "siglip2")
+    given = {"model_name_or_path": str(folder / "base/llama"), "vision_tower": str(folder / "siglip2")}
+    given |= toys.write_data(folder / "shapes", "iitiitiiitii")
+    flags = {
+        "mm_native_resolution": True, **TRAINED_TOWER, "max_steps": STEPS, "train_batch_size": 4,
+        "per_device_train_batch_size": 4, "learning_rate": 0.02, "mm_projector_lr": 0.02,
+        "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    for ranks, stage, more in ((1, 0, {}), (2, 3, SHARED)):
+        todo = toy_run(given, folder / f"shapes-{ranks}", sgd(folder, stage), **flags, **more)
+        run_many(ranks, folder / f"launch-shapes-{ranks}", [todo])
+    check_same(folder / "shapes-1", folder / "shapes-2")
 
 
 def test_ranks_that_share_a_long_sample_keep_half_of_it_each(runs):
