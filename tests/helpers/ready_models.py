@@ -501,7 +501,8 @@ def _config(family: str, tokenizer, text: dict) -> AutoConfig:
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "pad")}
     shared = {**TEXT, "vocab_size": len(tokenizer), **ids, **text}
     if family in QWEN_PROCESSORS:
-        return _qwen_config(family, tokenizer, shared)
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+        return _qwen_config(family, tokenizer, {**shared, **heads, **text})
     if family == "internvl":
         return AutoConfig.for_model(
             "internvl",
@@ -554,7 +555,8 @@ def _gemma4_config(family: str, tokenizer, text: dict) -> AutoConfig:
     }  # fmt: skip
     audio = None
     if family == "gemma4":
-        text |= {"use_bidirectional_attention": "vision", "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        text |= {"use_bidirectional_attention": "vision", "attention_k_eq_v": True}
+        text |= {"num_global_key_value_heads": text.get("num_global_key_value_heads", 1)}
         text |= {"hidden_size_per_layer_input": 0}
         vision["standardize"] = True
     else:
@@ -575,8 +577,7 @@ def _qwen_config(family: str, tokenizer, text: dict) -> AutoConfig:
     ids |= {f"vision_{end}_token_id": tokenizer.convert_tokens_to_ids(f"<|vision_{end}|>") for end in ("start", "end")}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
     vision = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "initializer_range": 0.2}
-    text = {**text, "num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": rope}
-    text["bos_token_id"] = None
+    text = {**text, "rope_parameters": rope, "bos_token_id": None}
     if family == "qwen2_vl":
         vision |= {"embed_dim": 16, "hidden_size": text["hidden_size"], "mlp_ratio": 2}
     else:

@@ -6,6 +6,8 @@ by columns (O, I / t), and their results summed over ranks. All other parameters
 embeddings, output layer, norms. Source: arXiv 1909.08053; deepspeed.module_inject, 0.19.8.
 """
 
+import itertools
+import math
 import re
 from collections.abc import Iterator
 
@@ -15,13 +17,16 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from llava_ds.engine.placement import Placement, Share, slice_of
+from llava_ds.model.families.language import head_width, layer_configs
 from llava_ds.model.open.names import LANGUAGE_MODEL
 from llava_ds.runtime.mesh import Mesh
 
 OUTPUTS = r"self_attn\.[qkv]_proj|mlp\.(gate|up)_proj"  # cut by rows, with their biases
 INPUTS = r"self_attn\.o_proj|mlp\.down_proj"  # cut by columns
 HEAD_NORMS = r"self_attn\.[qk]_norm"  # replicated, but each rank has only its own heads' gradient
-_LAYER = r"(?:.*\.)?layers\.\d+\."
+# Replicated with all their matrices: layers with a state, and what adds a layer's own token embeddings.
+WHOLE = r"linear_attn\..+|(per_layer_input_gate|per_layer_projection)\.weight"
+_LAYER = r"(?:.*\.)?layers\.(\d+)\."
 WORDS = "self_attn.[q|k|v|o]_proj and mlp.[gate|up|down]_proj"
 
 
@@ -39,12 +44,12 @@ class CutMatrices(Placement):
 
 def problems(config: PreTrainedConfig, tp: int) -> list[str]:
     """Return the reasons why a language model can't be cut over tp ranks."""
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    found = []
-    if heads % tp or key_heads % tp:
-        sizes = ", ".join(str(n) for n in range(1, key_heads + 1) if heads % n == 0 and key_heads % n == 0)
-        found.append(f"{heads} heads, with {key_heads} of keys, can't be shared out over {tp} ranks: give {sizes}")
+    found, layer_heads = [], dict.fromkeys(map(_heads, layer_configs(config)))
+    if any(count % tp for counts in layer_heads for count in counts):
+        common = math.gcd(*itertools.chain(*layer_heads))
+        sizes = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        counts = " or ".join(f"{heads} heads, with {key_heads} of keys," for heads, key_heads in layer_heads)
+        found.append(f"{counts} can't be shared out over {tp} ranks: give {sizes}")
     if getattr(config, "attention_dropout", 0.0):
         found.append(
             f"attention_dropout is {config.attention_dropout} in its config.json, and ranks would drop the same of "
@@ -53,7 +58,8 @@ def problems(config: PreTrainedConfig, tp: int) -> list[str]:
     with torch.device("meta"), no_init_weights():
         model = AutoModelForCausalLM.from_config(config)
     layers = [(name, p) for name, p in model.named_parameters() if re.match(_LAYER, name)]
-    others = [name for name, p in layers if not _goes(name, p, config)]
+    configs = layer_configs(config)
+    others = [name for name, p in layers if not _goes(name, p, configs)]
     if not layers or others:
         example = others[0] if others else "other names"
         found.append(f"layers have {example}, but only {WORDS} can be cut: leave the flag out, ZeRO shards this family")
@@ -62,15 +68,20 @@ def problems(config: PreTrainedConfig, tp: int) -> list[str]:
     return found
 
 
-def _goes(name: str, parameter: torch.Tensor, config: PreTrainedConfig) -> bool:
-    """Return True for a layer's parameter that is cut, or can be replicated."""
-    name = re.sub(rf"^{_LAYER}", "", name)
+def _heads(layer: PreTrainedConfig) -> tuple[int, int]:
+    """Return the numbers of a layer's heads of queries and of keys."""
+    return layer.num_attention_heads, getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+
+
+def _goes(name: str, parameter: torch.Tensor, layers: list[PreTrainedConfig]) -> bool:
+    """Return True for a layer's parameter that is cut, or can be replicated. layers: each layer's configuration."""
+    number, name = int(re.match(_LAYER, name)[1]), re.sub(rf"^{_LAYER}", "", name)
     if _dim(f"layers.0.{name}") is not None or re.fullmatch(rf"({INPUTS})\.bias", name):
         return True
     if name.startswith(("self_attn.", "mlp.")):
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return re.fullmatch(rf"({HEAD_NORMS})\.weight", name) is not None and tuple(parameter.shape) == (width,)
-    return parameter.ndim == 1
+        shape = (head_width(layers[number]),)
+        return re.fullmatch(rf"({HEAD_NORMS})\.weight", name) is not None and tuple(parameter.shape) == shape
+    return parameter.ndim == 1 or re.fullmatch(WHOLE, name) is not None
 
 
 def _dim(name: str) -> int | None:
