@@ -39,7 +39,7 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
         inputs.requires_grad_(outputs.weight is not inputs.weight)
     if hasattr(model, "value_head"):
         inputs, outputs = model.language_model.get_input_embeddings(), model.language_model.get_output_embeddings()
-        if outputs.weight is not inputs.weight:
+        if getattr(outputs, "weight", None) is not getattr(inputs, "weight", None):  # a stage may lack one of them
             outputs.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from llava_ds.model.open.folder import ModelFolder
     from llava_ds.model.open.model_plan import ModelPlan
     from llava_ds.model.open.weights import Sources
+    from llava_ds.model.vision import TowerPlan
     from llava_ds.runtime.mesh import Mesh
     from llava_ds.runtime.ranks import Ranks
     from llava_ds.tracking.flops import ModelFlops
@@ -382,8 +383,8 @@ class SessionPart:
     def built(self, model: "LlavaModel") -> None:
         """Act on the model before the engine is created (which changes its modules)."""
 
-    def started(self, engine: "DeepSpeedEngine") -> None:
-        """Act on the engine while it has the initial weights, before a checkpoint is restored."""
+    def started(self, runner: "Runner") -> None:
+        """Act while the runner's engine has the initial weights, before a checkpoint is restored."""
 
     def windows(self, engine: "DeepSpeedEngine", done: int, plain: "Iterator[Window]") -> "Iterator[Window]":
         """Return the windows of the remaining steps after `done` steps. plain: the windows without the extension."""
@@ -511,8 +512,8 @@ class MeshPart:
 
     cut: from the mesh, returns the function that cuts this rank's part out of a micro-batch (see
     data/shared_loader.py); it is sent to loader processes; adapt: makes a model with weights, trained or not, accept
-    such parts. owners: from a complete model, its FLOPs, the tokens of an image and the axis size, returns the number
-    of layers per rank and the owning rank of each parameter, by name; build: reduces a model without weights to this
+    such parts. owners: from a complete model, its FLOPs, its tower's plan and the axis size, returns the number of
+    layers per rank and the owning rank of each parameter, by name; build: reduces a model without weights to this
     rank's part, and returns lines to print. divides: returns the parameters of a complete model that are split equally
     over the ranks once the engine has started; engine: returns more arguments of deepspeed.initialize, "config" on top
     of the resolved JSON; started: acts on the new engine; runner: builds the object that runs micro-batches, instead of
@@ -522,7 +523,7 @@ class MeshPart:
     axis: str
     cut: Callable[["Mesh"], "Cut"] | None = None
     adapt: Callable[["LlavaModel", "Mesh"], None] | None = None
-    owners: Callable[["nn.Module", "ModelFlops", int, int], tuple[list[int], dict[str, int]]] | None = None
+    owners: Callable[["nn.Module", "ModelFlops", "TowerPlan", int], tuple[list[int], dict[str, int]]] | None = None
     build: Callable[["LlavaModel", "ModelPlan", "ModelArguments", "Mesh"], list[str]] | None = None
     divides: Callable[["nn.Module"], Collection["nn.Parameter"]] | None = None
     engine: Callable[["nn.Module", "Mesh"], dict[str, object]] | None = None

@@ -42,6 +42,7 @@ class TowerPlan:
     architecture: ClassVar[Architecture | None] = None
     has_image_blocks: ClassVar[bool] = False  # tokens of an image see each other in the language model
     blocks_need_windows: ClassVar[bool] = False  # they do so only in layers with a window
+    fed_layers: ClassVar[int] = 0  # first layers of the language model after which further features are added
 
     def image_options(self, args: Arguments) -> ImageOptions:
         """Return the image preprocessing for this tower and flags. Raises ConfigError for flags that don't fit it."""

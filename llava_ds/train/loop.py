@@ -12,7 +12,7 @@ from llava_ds.engine.runner import Runner
 from llava_ds.extensions.base import Hook, StepEnd
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.waiting import queuing
-from llava_ds.train.objectives.objective import MicroLoss, Objective
+from llava_ds.train.objectives.objective import MicroLoss, Objective, unseen
 from llava_ds.train.session import Session
 from llava_ds.train.state import StepResult, TrainState
 
@@ -112,8 +112,7 @@ def micro_steps(runner: Runner, window: Window, counts: torch.Tensor, objective:
 
     done = runner.train(window.batches, objective.forward, loss_of)
     if not done:  # another rank has the results
-        none = torch.zeros(2, objective.num_sources, dtype=torch.float64, device=runner.engine.device)
-        done = [MicroLoss(None, none, {})] * len(scales)
+        done = [unseen(objective, runner.engine.device)] * len(scales)
     by_source = runner.agree(torch.stack([micro.by_source for micro in done]))  # (micro-batches, 2, sources)
     losses, units = by_source.sum(2).unbind(1)  # the objective's losses, summed in float64
     factors = torch.stack(scales)
@@ -124,7 +123,7 @@ def micro_steps(runner: Runner, window: Window, counts: torch.Tensor, objective:
         by_source=by_source.sum(0),
         metrics={
             **window.metrics,
-            **{name: torch.stack([micro.metrics[name] for micro in done]).sum() for name in done[0].metrics},
+            **_metrics(runner, done),
             **{name: torch.stack([micro.means[name] for micro in done]).dot(weights) for name in done[0].means},
         },
         means=_means(losses, window) if objective.logs_means else None,
@@ -146,6 +145,15 @@ def _on_device(numbers: tuple, device: torch.device) -> torch.Tensor:
     """Return numbers (n,) as float64 on the device. Copying from pageable memory would wait for all queued work."""
     values = torch.tensor(numbers, dtype=torch.float64)
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
+def _metrics(runner: Runner, done: list[MicroLoss]) -> dict[str, torch.Tensor]:
+    """Sum the metrics of all micro-batches, by name."""
+    names = list(done[0].metrics)
+    if not names:
+        return {}
+    sums = torch.stack([torch.stack([micro.metrics[name] for micro in done]).sum() for name in names])
+    return dict(zip(names, runner.agree(sums)))
 
 
 def _means(losses: torch.Tensor, window: Window) -> torch.Tensor:

@@ -96,7 +96,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     objective = plan.active.objective(plan, mesh, plain)
     runner = _runner(engine, mesh)
     for part in parts:
-        part.started(engine)
+        part.started(runner)
     if point.path is not None:
         print_first(restore(engine, point, ranks, training.seed))
     state = TrainState(point.step)

@@ -148,7 +148,7 @@ def test_reference_log_probabilities_are_queued_and_then_waited_for(marks, monke
 
     monkeypatch.setattr(reference, "micro_batches", lambda *_: [MICRO])
     monkeypatch.setattr(reference, "sum_by_sample", lambda values, batch: (torch.zeros(2, dtype=torch.float64), None))
-    reference.log_probs(Engine(**vars(started)), OneSample(), PACKING, 0, started.device, Mesh.of(RANKS))
+    reference.log_probs(Direct(Engine(**vars(started))), OneSample(), PACKING, 0, started.device, Mesh.of(RANKS))
     assert marks.found[0] == QUEUE and set(marks.found[1:]) == {"the reference log-probabilities"}
     marks.found.clear()
     reference.weights_digest(torch.nn.Linear(2, 2), Mesh.of(RANKS))

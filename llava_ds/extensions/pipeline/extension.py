@@ -12,6 +12,7 @@ from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
 from llava_ds.extensions.active import text_part
 from llava_ds.extensions.base import Extension, MeshPart
 from llava_ds.extensions.pipeline import stage_runner, stages
+from llava_ds.train.plan import PlanDraft
 
 
 def check(resolved: ResolvedConfig) -> Iterator[str]:
@@ -46,9 +47,15 @@ def fits(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
         yield f"{flag}: stages don't exchange the routers' loss or experts: use another axis"
 
 
+def plan(draft: PlanDraft) -> None:
+    """Compare the number of stages with the layers that need the first stage. Raises ConfigError."""
+    stages.check_layers(draft.model.text_config.num_hidden_layers, draft.model.tower, draft.args.size_of("pp"))
+
+
 extension = Extension(
     check=check,
     fits=fits,
+    plan=plan,
     mesh=MeshPart(
         "pp",
         cut=stage_runner.cutting,

@@ -114,7 +114,7 @@ def build(model: LlavaModel, plan: ModelPlan, args: ModelArguments, mesh: Mesh) 
     """Reduce a model without weights to this rank's stage."""
     place = mesh.at("pp")
     flops = flops_of_model(model, plan.text_config, plan.tower, args)
-    counts, stages = owners(model, flops, plan.images.num_tokens, place.size)
+    counts, stages = owners(model, flops, plan.tower, place.size)
     model.placement = OwnedByStages.of(model, stages, mesh)
     keep_stage(model, counts, place.index, place.group)
     return [f"layers of the pipeline's stages: {', '.join(map(str, counts))}"]
@@ -180,6 +180,7 @@ class Pipelined:
         self, batches: Sequence[Batch], forward: Forward, loss_of: Callable[[int, Any], tuple[torch.Tensor, Any]]
     ) -> list[Any]:
         """Implement Runner.train. Stages synchronize in the last micro-batch's step, when weights are updated."""
+        refresh_tied(self.engine.module, batches[0].input_ids.device)
         found = forward_and_backward(self.engine, batches, forward, loss_of)
         self.engine.step()
         return found
@@ -187,12 +188,14 @@ class Pipelined:
     def warm_up(self, batch: Batch, forward: Forward, accumulates: bool) -> None:
         """Implement Runner.warm_up, with as many concurrent micro-batches as a stage can have."""
         micro_steps = self.engine.micro_steps
+        refresh_tied(self.engine.module, batch.input_ids.device)
         batches = [batch] * (self.stage.size if accumulates else 1)
         forward_and_backward(self.engine, batches, forward, lambda _, loss_sum: (loss_sum * 0, None))
         self.engine.micro_steps = micro_steps
 
     def forward(self, model: Any, batch: Batch, forward: Forward) -> Any | None:
         """Implement Runner.forward."""
+        refresh_tied(getattr(model, "module", model), batch.input_ids.device)
         neighbours = _Neighbours(self.stage, batch.input_ids.device)
         hidden, _ = neighbours.exchange(wants_before=_shape(batch, self.stage))
         batch = _with_hidden(batch, hidden)
@@ -243,6 +246,8 @@ def forward_and_backward(
             found.append(kept)
         else:
             loss = backward_from(output, gradient)
+        if stage.is_first and stage.tied_rows and i == number - 1:
+            loss = loss + _tied_gradient(engine)
         engine.backward(loss, scale_wrt_gas=False)
         return None if hidden is None else hidden.grad
 
@@ -259,7 +264,51 @@ def forward_and_backward(
     for i in range(number - ahead, number):
         _, gradient = neighbours.exchange(wants_after=_shape(batches[i], stage))
         neighbours.exchange(before=backward_one(i, gradient))
+    if stage.is_last and stage.tied_rows:
+        _send_tied_gradient(engine)
     return found
+
+
+def refresh_tied(model: nn.Module, device: torch.device) -> None:
+    """Copy the embedding to the last stage if it is the output layer: before each step, and before each forward pass
+    without backward, because weights change in many ways between them.
+    """
+    stage = model.stage
+    if stage.tied_rows and stage.is_first:
+        _move(torch.distributed.isend, _embedding(model).detach(), stage, stage.size - 1)
+    if stage.tied_rows and stage.is_last:
+        output = model.language_model.get_output_embeddings()
+        if output.weight is None:
+            shape = stage.tied_rows, stage.width
+            output.weight = torch.empty(shape, dtype=stage.dtype, device=device, requires_grad=True)
+        _move(torch.distributed.irecv, output.weight.detach(), stage, 0)
+
+
+def _embedding(model: nn.Module) -> nn.Parameter:
+    return model.language_model.get_input_embeddings().weight
+
+
+def _send_tied_gradient(engine) -> None:
+    """Send the gradient of the output layer, summed over the step's micro-batches, to the first stage."""
+    weight = engine.module.language_model.get_output_embeddings().weight
+    gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad  # None: the head does not use it
+    weight.grad = None
+    _move(torch.distributed.isend, gradient, stage_of(engine), 0)
+
+
+def _tied_gradient(engine) -> torch.Tensor:
+    """Return a scalar whose backward adds the output layer's gradient to the embedding's."""
+    stage, weight = stage_of(engine), _embedding(engine.module)
+    gradient = torch.empty_like(weight, requires_grad=False)
+    _move(torch.distributed.irecv, gradient, stage, stage.size - 1)
+    return backward_from(weight, gradient)
+
+
+def _move(operation: Callable, tensor: torch.Tensor, stage: Stage, other: int) -> None:
+    """Send a tensor to the stage `other`, or receive it from there. operation: isend or irecv."""
+    peer = torch.distributed.get_global_rank(stage.group, other)
+    for work in torch.distributed.batch_isend_irecv([torch.distributed.P2POp(operation, tensor, peer, stage.group)]):
+        work.wait()
 
 
 def _with_hidden(batch: Batch, hidden: torch.Tensor | None) -> Batch:

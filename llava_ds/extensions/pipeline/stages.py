@@ -1,9 +1,12 @@
 # T tokens of all samples laid end to end, D language-model width
 """Stages of a pipeline: each has consecutive layers of the language model, with the complete model's parameter names.
 
-The first stage also has tower, projector and embeddings, the last one the final norm and the output layer. Modules of
-other stages are replaced by parameterless identity modules, so that the language model's own forward runs through all
-layers by number.
+The first stage also has tower, projector and embeddings, and all layers after which features of the tower are added;
+the last one the final norm, the output layer and the value head. Modules of other stages are replaced by parameterless
+identity modules, so that the language model's own forward runs through all layers by number.
+
+An output layer that is the embedding belongs to the first stage. The last one computes with a copy, no parameter, whose
+gradient it sends to the first stage (stage_runner.py).
 """
 
 from dataclasses import dataclass
@@ -16,7 +19,9 @@ from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llava_ds.batch import Batch
+from llava_ds.constants import ConfigError
 from llava_ds.model.open import probe
+from llava_ds.model.vision import TowerPlan
 from llava_ds.tracking.flops import SAMPLE, ModelFlops
 
 HIDDEN = "hidden"  # in Batch.extra: the hidden states (1, T, D) from the previous stage
@@ -26,7 +31,8 @@ HIDDEN = "hidden"  # in Batch.extra: the hidden states (1, T, D) from the previo
 class Stage:
     """A rank's stage, number `index` of `size`.
 
-    group: the ranks of one pipeline, in stage order; width: D; dtype: of the tensors sent between stages.
+    group: the ranks of one pipeline, in stage order; width: D; dtype: of the tensors sent between stages; tied_rows: of
+    an output layer that is the embedding, 0 for others.
     """
 
     index: int
@@ -34,6 +40,7 @@ class Stage:
     group: torch.distributed.ProcessGroup
     width: int
     dtype: torch.dtype
+    tied_rows: int = 0
 
     @property
     def is_first(self) -> bool:
@@ -58,30 +65,47 @@ class _Elsewhere(nn.Module):
         return hidden
 
 
-def owners(model: nn.Module, flops: ModelFlops, num_image_tokens: int, size: int) -> tuple[list[int], dict[str, int]]:
+def owners(model: nn.Module, flops: ModelFlops, tower: TowerPlan, size: int) -> tuple[list[int], dict[str, int]]:
     """Return the layers of each stage, and the stage of each parameter of a complete LlavaModel, by name.
 
-    Stages are cut to cost the same for a sample with one tile of num_image_tokens.
+    Stages are cut to cost the same for a sample with one tile. Raises ConfigError for too few layers.
     """
     num_layers = len(model.language_model.base_model.layers)
+    check_layers(num_layers, tower, size)
     per_image_token, supervised = SAMPLE
-    tokens = per_image_token * num_image_tokens
+    tokens = per_image_token * tower.images.num_tokens
     layer = flops.of(tokens, tokens * (tokens + 1) / 2, 0, 0) / num_layers
-    counts = layers_of_stages(flops.per_tile, layer, flops.per_target * supervised * tokens, num_layers, size)
+    last = flops.per_target * supervised * tokens
+    counts = layers_of_stages(flops.per_tile, layer, last, num_layers, size, max(1, tower.fed_layers))
     return counts, stage_of_parameters(model, counts)
 
 
-def layers_of_stages(first: float, layer: float, last: float, num_layers: int, size: int) -> list[int]:
-    """Return the number of layers per stage that minimizes the cost of the costliest stage; each has at least one.
+def check_layers(num_layers: int, tower: TowerPlan, size: int) -> None:
+    """Raise ConfigError if the first stage can't have all layers after which features of the tower are added."""
+    if num_layers - (size - 1) < tower.fed_layers:
+        most = num_layers - tower.fed_layers + 1
+        raise ConfigError(
+            f"--pipeline_parallel_size is {size}: features of the vision tower are added after the language model's "
+            f"first {tower.fed_layers} layers, and only the first stage has them: with {num_layers} layers give {most} "
+            "or fewer"
+        )
+
+
+def layers_of_stages(
+    first: float, layer: float, last: float, num_layers: int, size: int, at_first: int = 1
+) -> list[int]:
+    """Return the number of layers per stage that minimizes the cost of the costliest stage; each has at least one, the
+    first stage at least at_first.
 
     first, last: cost of the first and last stage without layers; layer: cost of a layer, in the same unit.
     """
-    beside = [first, *[0.0] * (size - 2), last]
+    beside, least = [first, *[0.0] * (size - 2), last], [at_first, *[1] * (size - 1)]
     bounds = sorted(cost + n * layer for cost in set(beside) for n in range(1, num_layers + 1))
     rooms = ([int((bound - cost) / layer + 1e-9) for cost in beside] for bound in bounds)
-    counts = next(room for room in rooms if min(room) >= 1 and sum(room) >= num_layers)
-    for _ in range(sum(counts) - num_layers):  # from the costliest stage with more than one
-        costs = [cost + n * layer if n > 1 else -1.0 for cost, n in zip(beside, counts)]
+    enough = (room for room in rooms if all(n >= fewest for n, fewest in zip(room, least)))
+    counts = next(room for room in enough if sum(room) >= num_layers)
+    for _ in range(sum(counts) - num_layers):  # from the costliest stage that may have fewer
+        costs = [cost + n * layer if n > fewest else -1.0 for cost, n, fewest in zip(beside, counts, least)]
         counts[costs.index(max(costs))] -= 1
     return counts
 
@@ -95,8 +119,9 @@ def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.dis
     layers, begin = trunk.layers, sum(counts[:index])
     assert all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
     stages = stage_of_parameters(model, counts)
-    width, dtype = output.weight.shape[1], output.weight.dtype
-    model.stage = Stage(index, len(counts), group, width, dtype)
+    rows, width = output.weight.shape
+    is_tied = output.weight is model.language_model.get_input_embeddings().weight
+    model.stage = Stage(index, len(counts), group, width, output.weight.dtype, rows if is_tied else 0)
     for n in range(len(layers)):
         if not begin <= n < begin + counts[index]:
             layers[n] = _Elsewhere()
@@ -105,6 +130,11 @@ def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.dis
         model.end = _hand_on
         trunk.norm = _Elsewhere()
         model.language_model.set_output_embeddings(_Elsewhere())
+        if hasattr(model, "value_head"):
+            model.value_head = _Elsewhere()
+    elif is_tied:
+        del output.weight
+        output.weight = None  # until the first stage sends it
     if not model.stage.is_first:
         model.begin = partial(_begin_from_hidden, model)
         model.language_model.set_input_embeddings(_Elsewhere())
@@ -129,7 +159,9 @@ def stage_of_parameters(model: nn.Module, counts: list[int]) -> dict[str, int]:
     trunk, output = model.language_model.base_model, model.language_model.get_output_embeddings()
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
     found = {id(p): stage for layer, stage in zip(trunk.layers, stages, strict=True) for p in layer.parameters()}
-    found |= {id(p): len(counts) - 1 for part in (trunk.norm, output) for p in part.parameters()}
+    ends = [trunk.norm, output, *([model.value_head] if hasattr(model, "value_head") else [])]
+    found |= {id(p): len(counts) - 1 for part in ends for p in part.parameters()}
+    found[id(model.language_model.get_input_embeddings().weight)] = 0  # also if it is the output layer
     return {name: found.get(id(p), 0) for name, p in model.named_parameters()}
 
 
@@ -145,8 +177,8 @@ def problem(config: PreTrainedConfig) -> str | None:
     beside = {name.split(".")[0] for name, _ in trunk.named_parameters()} - {"layers", "norm", "embed_tokens"}
     if beside:
         return f"{min(beside)} is not a layer and not at the start or end"
-    if language_model.get_output_embeddings().weight is language_model.get_input_embeddings().weight:
-        return "output layer is its embedding, and the first and last stage would each train a copy"
+    if getattr(config, "num_kv_shared_layers", None):
+        return "last layers read keys and values of earlier ones, which may be on another stage"
     with torch.no_grad():
         expected, (first, *others), norm = trunk(**inputs)[0], trunk.layers, trunk.norm
         trunk.layers, trunk.norm = nn.ModuleList([first, *(_Elsewhere() for _ in others)]), _Elsewhere()

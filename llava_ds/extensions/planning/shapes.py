@@ -261,7 +261,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
         ep=ep,
     )
     for part in (part for part in parts if part.owners is not None):
-        owners = part.owners(model, whole.flops, tower.images.num_tokens, args.size_of(part.axis))
+        owners = part.owners(model, whole.flops, tower, args.size_of(part.axis))
         whole = replace(whole, stages=tuple(_stages(model, whole, groups, *owners)))
     return whole
 
@@ -271,13 +271,16 @@ def _stages(
 ) -> Iterator[ModelShape]:
     """Yield the shape of each pipeline stage. counts: layers per stage; found: the rank that holds each parameter."""
     stage_of = {p: found[name] for name, p in model.named_parameters()}
+    output = model.language_model.get_output_embeddings().weight
     for stage, count in enumerate(counts):
         ends = {"is_first": stage == 0, "is_last": stage == len(counts) - 1}
         trained = [tuple(p.numel() for p in group["params"] if stage_of[p] == stage) for group in groups]
+        # The last stage's copy of a tied output layer, and the copy's gradient.
+        copy = (output.numel(), output.numel()) if ends["is_last"] and stage_of[output] != stage else ()
         yield replace(
             whole,
             groups=tuple(filter(None, trained)),
-            frozen=tuple(p.numel() for p, at in stage_of.items() if at == stage and not p.requires_grad),
+            frozen=tuple(p.numel() for p, at in stage_of.items() if at == stage and not p.requires_grad) + copy,
             text=replace(whole.text, num_layers=count),
             flops=whole.flops.of_stage(count / whole.text.num_layers, **ends),
             **ends,

@@ -75,6 +75,7 @@ class DPO(PairObjective):
     """Preference optimisation over pairs of answers; see PairLoss."""
 
     loss: PairLoss
+    metric_names = METRICS["dpo"]
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
         """Run the model on both answers of every pair, with one tower pass over their images."""

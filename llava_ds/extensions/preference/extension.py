@@ -2,8 +2,7 @@
 
 from dataclasses import fields
 
-import deepspeed
-
+from llava_ds.engine.runner import Direct, Runner
 from llava_ds.extensions.base import Extension, SessionPart
 from llava_ds.extensions.preference.dpo import DPO, PairLoss
 from llava_ds.extensions.preference.reference import Reference, add_reference, forward_digest
@@ -36,17 +35,18 @@ def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Objective:
 class References(SessionPart):
     """Adds the reference model's log-probabilities to all data sets; a separate reference model is freed afterwards."""
 
-    def started(self, engine: deepspeed.DeepSpeedEngine) -> None:
+    def started(self, runner: Runner) -> None:
         plan, ranks, mesh = self.plan, self.ranks, self.mesh
         if plan.args.training.objective != "dpo" or plan.args.own["preference"].loss_type == "simpo":
             return
         dtype, other = plan.resolved.compute_dtype, plan.own["preference"]
-        model = engine if other is None else open_frozen(other, dtype, ranks)
         if other is not None:
+            model = open_frozen(other, dtype, ranks)
             mesh.adapt(model)
+            runner = Direct(model)
         described = plan.model, plan.args.model, plan.images
         described = described if other is None else (other.model, other.args, other.images)
-        reference = Reference(model, dtype, forward_digest(*described))
+        reference = Reference(runner, dtype, forward_digest(*described))
         workers = plan.args.data.dataloader_num_workers
         for dataset in plan.data_sets:
             print_first(add_reference(reference, dataset, plan.steps.packing, workers, ranks, mesh))

@@ -85,11 +85,12 @@ class Flags(ExtensionFlags):
         scores, needs = (
             objective == "reward",
             {
-                "whole_layers": "",
                 "known_samples": "pairs are encoded before",
                 "dense_mlps": "it is not tried with these experts",
             },
         )
+        if self.ref_model_name_or_path is not None:
+            needs["whole_layers"] = "another reference model is whole on every rank, but one stage has images"
         if scores:
             needs["whole_sample"] = "its answers are scored there"
         return ObjectiveTraits(

@@ -17,7 +17,7 @@ class PairObjective:
     """An objective over pairs of answers that stay together in a micro-batch; see Objective.
 
     loss: of pairs; a step's loss is its mean over the pairs on all ranks. num_sources: of the data; mesh: its ranks may
-    share the tokens of a pair.
+    share the tokens of a pair. Subclasses set metric_names.
     """
 
     loss: Callable

@@ -24,7 +24,8 @@ from llava_ds.data.file_slices import write_errors
 from llava_ds.data.fingerprint import digest_of, versions_of
 from llava_ds.data.loader import micro_batches
 from llava_ds.data.step_plan import Packing
-from llava_ds.engine.placement import placement_of
+from llava_ds.engine.placement import Placement, placement_of
+from llava_ds.engine.runner import Runner
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.heads import LogProbs, sum_by_sample
@@ -48,10 +49,11 @@ LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "flash-attn", "fla
 class Reference:
     """The reference model.
 
-    model: the model, or its engine; dtype: of its computation; forward: forward_digest of its plan.
+    runner: of its forward pass; its engine is the model, or the model's engine; dtype: of its computation; forward:
+    forward_digest of its plan.
     """
 
-    model: torch.nn.Module
+    runner: Runner
     dtype: torch.dtype
     forward: str
 
@@ -60,13 +62,14 @@ def add_reference(
     reference: Reference, dataset: EncodedDataset, packing: Packing, num_workers: int, ranks: Ranks, mesh: Mesh
 ) -> str:
     """Set the dataset's reference log-probabilities, cached or computed now; returns a line about it. Collective."""
-    weights = weights_digest(getattr(reference.model, "module", reference.model), mesh)
+    engine = reference.runner.engine
+    weights = weights_digest(getattr(engine, "module", engine), mesh)
     path = dataset.folder / cache_name(dataset.fingerprint, weights, reference, ranks.device)
     if all(gather(path.is_file(), ranks)):
         dataset.of_answers["reference"] = _read(path, dataset.num_records)
         return f"reference log-probabilities of {len(dataset):,} pairs: {path}"
     began = time.perf_counter()
-    found = log_probs(reference.model, dataset, packing, num_workers, ranks.device, mesh)
+    found = log_probs(reference.runner, dataset, packing, num_workers, ranks.device, mesh)
     dataset.of_answers["reference"] = found
     if ranks.local_rank == 0:
         with write_errors(dataset.folder, "the reference log-probabilities"):
@@ -122,7 +125,7 @@ def _without_places(config: object) -> object:
 
 @torch.no_grad()
 def log_probs(
-    model: torch.nn.Module,
+    runner: Runner,
     dataset: EncodedDataset,
     packing: Packing,
     num_workers: int,
@@ -133,20 +136,24 @@ def log_probs(
 
     The data are laid out as a single optimizer step. Collective.
     """
+    model = runner.engine
     model.eval()
     of_rank = packing.lay_out_all(dataset.lengths)[mesh.dp_rank]
     found = torch.zeros(dataset.num_records, 3, dtype=torch.float64, device=device)  # the last column: 1 if computed
     for samples, micro in zip(of_rank, micro_batches(dataset, of_rank, num_workers, device, mesh)):
         with queuing():
-            sums, _ = sum_by_sample(model(micro.batch, LogProbs()), micro.batch)
+            rows = runner.forward(model, micro.batch, lambda model, batch: model(batch, LogProbs()))
+            if rows is None:  # another rank has them
+                continue
+            sums, _ = sum_by_sample(rows, micro.batch)
         # Ranks that share a pair each have a part of its sums.
         shown = list(range(len(micro.places)) if micro.numbers is None else micro.numbers)
-        rows = torch.tensor([int(dataset.rows[samples[i]]) for i in micro.places], device=device)
-        found[rows, :2] = sums[: len(sums) // 2 * 2].view(-1, 2)[shown]
-        found[rows, 2] = float(micro.is_counted)
+        records = torch.tensor([int(dataset.rows[samples[i]]) for i in micro.places], device=device)
+        found[records, :2] = sums[: len(sums) // 2 * 2].view(-1, 2)[shown]
+        found[records, 2] = float(micro.is_counted)
     model.train()
     with waiting("the reference log-probabilities"):
-        values = sum_over(mesh.data_group, found).cpu().numpy()
+        values = runner.agree(sum_over(mesh.data_group, found)).cpu().numpy()
     return np.where(values[:, 2:] == 1.0, values[:, :2], np.nan)
 
 
@@ -156,21 +163,38 @@ def weights_digest(model: torch.nn.Module, mesh: Mesh) -> str:
     It covers every parameter, the scales of quantized ones, and every buffer. It is the same at any ZeRO stage and on
     any number of ranks that share no matrix. ZeRO-3's shards end with zeros.
     """
-    names, sums, placement = [], [], placement_of(model)
+    sums, placement = {}, placement_of(model)
     slices = {p: share.slice for p, share in placement.held(model).items()}
-    for name, tensor in itertools.chain(model.named_parameters(), _scales(model), model.named_buffers()):
+    named = {
+        f"{name} {tensor.dtype}": tensor
+        for name, tensor in itertools.chain(model.named_parameters(), _scales(model), model.named_buffers())
+    }
+    names, earlier = _names_of_ranks(list(named), placement, mesh)
+    for name, tensor in named.items():
         shard = getattr(tensor, "ds_tensor", None)
         is_cut = bool(slices.get(tensor))
         counts = shard is not None or mesh.dp_rank == mesh.part.index == 0  # count one of the copies
-        counts = counts and (placement.index == 0 or is_cut)
+        counts = counts and (is_cut or name not in earlier)
         held = tensor.detach() if shard is None else shard
         part = placement.index * is_cut if shard is None else torch.distributed.get_rank(tensor.ds_process_group)
         own = _place_sum(held, part * held.numel())
-        names.append(f"{name} {tensor.dtype}")
-        sums.append(own if counts else torch.zeros_like(own))
+        if counts:
+            sums[name] = own
+    none = torch.zeros((), dtype=torch.int64, device=own.device)
     with waiting("sums of the weights"):
-        total = sum_over(None, torch.stack(sums)).tolist()
+        total = sum_over(None, torch.stack([sums.get(name, none) for name in names])).tolist()
     return digest_of(f"{name} {value}" for name, value in zip(names, total))
+
+
+def _names_of_ranks(own: list[str], placement: Placement, mesh: Mesh) -> tuple[list[str], set[str]]:
+    """Return the names of the tensors on all ranks that share the model, and those on ranks before this one."""
+    if placement.size == 1:
+        return sorted(own), set()
+    found: list = [None] * mesh.shared
+    with waiting("names of the weights"):
+        torch.distributed.all_gather_object(found, (placement.index, own), group=mesh.shared_host_group)
+    earlier = {name for index, names in found if index < placement.index for name in names}
+    return sorted({name for _, names in found for name in names}), earlier
 
 
 def _place_sum(tensor: torch.Tensor, first: int) -> torch.Tensor:

@@ -48,6 +48,7 @@ class Reward(PairObjective):
 
     loss: RewardLoss
     probe = Values()
+    metric_names = METRICS["reward"]
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
         """Run the model on both answers of every pair, with one tower pass over their images."""

@@ -93,6 +93,11 @@ class ReadyVision:
         return self.architecture.family.blocks_need_windows
 
     @property
+    def fed_layers(self) -> int:
+        """Number of the language model's first layers after which further features are added."""
+        return self.architecture.family.fed_layers(self.architecture.config)
+
+    @property
     def windowed_layers(self) -> int:
         """Number of layers whose attention is limited to a window of an image."""
         return self.tiles.windowed_layers

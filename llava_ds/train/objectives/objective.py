@@ -31,11 +31,13 @@ class Objective(Protocol):
     """A loss to minimise.
 
     num_sources: number of data sources; grad_ranks: the mesh's; logs_means: log the mean loss of every micro-batch;
-    probe: a head that computes as much as the loss, for a backward pass before the first step; never a Wrapped's.
+    probe: a head that computes as much as the loss, for a backward pass before the first step; never a Wrapped's;
+    metric_names: of the metrics of a MicroLoss, in order; only for objectives whose loss another rank may compute.
     """
 
     num_sources: int
     grad_ranks: int
+    metric_names: Sequence[str]
     probe: ClassVar[Head]
 
     @property
@@ -56,6 +58,12 @@ class Objective(Protocol):
         over grad_ranks; a factor of grad_ranks turns that into a sum.
         """
         ...
+
+
+def unseen(objective: Objective, device: torch.device) -> MicroLoss:
+    """Return zeros as the result of a micro-batch whose loss another rank computes."""
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    return MicroLoss(None, zero.expand(2, objective.num_sources), dict.fromkeys(objective.metric_names, zero))
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ class SFT:
     num_sources: int = 1
     grad_ranks: int = field(kw_only=True)
     probe = SUMMED
+    metric_names = ()
 
     @property
     def logs_means(self) -> bool:

@@ -29,7 +29,12 @@ CLIPPED = {"max_grad_norm": 0.05}
 IN_JSON = {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}}
 IN_CPU = {"zero_optimization": {"stage": 1}, "activation_checkpointing": {"cpu_checkpointing": True}}
 PP4 = {"pipeline_parallel_size": 4}
-FAMILIES = ("qwen3", "mistral", "qwen2_5")  # norms of heads; windows; windows in some of three layers
+FAMILIES = (
+    "qwen3",
+    "mistral",
+    "qwen2_5",
+    "qwen2",
+)  # norms of heads; windows; windows in some of three layers; ends tied
 
 # Name of a run: ranks, ZeRO stage and flags. Those of one rank are what the others are compared with.
 ONE_RANK = {"plain": (1, 0, TRAINED_TOWER)}

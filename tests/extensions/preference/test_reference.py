@@ -17,6 +17,7 @@ from llava_ds.data.dataset import PreflightOptions, open_encoded
 from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.construct import build_model
+from llava_ds.engine.runner import Direct
 from llava_ds.extensions.preference.reference import Reference, cache_name, forward_digest, log_probs, weights_digest
 from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.mesh import Mesh
@@ -43,7 +44,7 @@ def test_the_cached_reference_is_the_model_with_its_adapters_off(tmp_path: Path,
     packing = Packing(1, 1, 1, 400)
 
     def found() -> np.ndarray:
-        return log_probs(model, dataset, packing, 0, torch.device("cpu"), Mesh(dp=1, dp_rank=0))
+        return log_probs(Direct(model), dataset, packing, 0, torch.device("cpu"), Mesh(dp=1, dp_rank=0))
 
     cached = found()
     assert np.isfinite(cached).all()

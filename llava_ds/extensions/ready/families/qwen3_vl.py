@@ -125,6 +125,7 @@ FAMILY = ReadyFamily(
     videos=qwen_vl.videos,
     build_tower=partial(_build_tower, Qwen3VLVisionModel),
     text_models=(Qwen3VLForCausalLM,),
+    fed_layers=lambda config: len(config.vision_config.deepstack_visual_indexes),
     shrink=_shrink,
     boxes=THOUSANDTHS,
 )
