@@ -151,9 +151,10 @@ def _export_folder(
         compare = partial(compare_reloaded_llava, output_dir, export, batch, logits)
     elif export.form == "adapter":
         what, library = "adapter", "peft"
-        by_layers = partial(export.adapter.compare, output_dir, export, batch, logits)
-        is_composed = export.model.architecture is None
-        compare = by_layers if is_composed else partial(compare, base=export.source_folder)
+        if export.model.architecture is None:
+            compare = partial(export.adapter.compare, output_dir, export, batch, logits)
+        else:
+            compare = partial(compare, base=export.source_folder, hold=partial(export.adapter.hold, export))
     text = export.model.text_config
     if export.is_whole_model and (why := text_part(text).differs(text, export.dtype)):
         compare = partial(_refuse_to_compare, why)

@@ -67,10 +67,12 @@ def compare_reloaded(
     std: torch.Tensor,
     logits: torch.Tensor,
     base: Path | None = None,
+    hold: Callable[[torch.nn.Module], None] = lambda base: None,
 ) -> float:
     """Open the exported folder with transformers and compare its logits with the trained model's.
 
-    base: the model's folder if the exported one is an adapter (peft merges it); batch: a single sample;
+    base: the model's folder if the exported one is an adapter (peft merges it); hold: sets its weights to those that
+    the adapter trained over; batch: a single sample;
     layouts: of its images; mean, std (1, 3, 1, 1): the tower's scaling of pixels; logits (T, V): the trained model's,
     at every position or at the first ones. Their device is used if it has room. Returns and raises like compare_logits.
     Raises NotCompared if time or memory run out.
@@ -85,6 +87,7 @@ def compare_reloaded(
     if base is not None:
         from peft import PeftModel
 
+        hold(reloaded)
         with warnings.catch_warnings():  # as in lora/adapter_export.py
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             reloaded = PeftModel.from_pretrained(reloaded, output_dir).merge_and_unload()

@@ -459,6 +459,10 @@ class Adapter:
         """Open the folder, and compare its logits (T, V) with the trained model's, like compare_logits."""
         raise NotImplementedError
 
+    def hold(self, export: "ExportPlan", base: "nn.Module") -> None:
+        """Change the weights of transformers' class, opened from the base's folder, to those that the adapter trained
+        over."""
+
     def merged(
         self, trained: "list[Entry]", base: "list[Entry]", export: "ExportPlan", checkpoint: Path
     ) -> "list[Entry]":

@@ -258,6 +258,16 @@ VIDEO_CELLS = 150  # for all frames of a video, with times between frames
 FRAME_TOKENS = 20  # of Gemma 4
 
 
+def whole_blocks(family: str) -> dict[str, int]:
+    """Settings of a language model whose rows bitsandbytes unpacks right on every CPU: whole blocks of 64."""
+    own = {
+        "gemma4": {"global_head_dim": 32},
+        "gemma4_e": {"global_head_dim": 32, "hidden_size_per_layer_input": 64},
+        "qwen3_vl_moe": {"moe_intermediate_size": 64},
+    }
+    return {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, **own.get(family, {})}
+
+
 def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, template: str | None = None, **text) -> dict:
     """Write a random ready model; text: other settings of its language model. Returns the flags that it trains with."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -518,8 +528,8 @@ def _config(family: str, tokenizer, text: dict) -> AutoConfig:
         return AutoConfig.for_model(
             "gemma3",
             text_config={
-                **shared,
                 "head_dim": 16,
+                **shared,
                 "sliding_window": 12,
                 "layer_types": layers,
                 "bos_token_id": 2,
@@ -549,8 +559,8 @@ def _gemma4_config(family: str, tokenizer, text: dict) -> AutoConfig:
     vision = {**VISION, "num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2}
     vision |= {"position_embedding_size": 300, "image_size": None}
     text = {
-        "global_head_dim": 24, **text, "head_dim": 16, "sliding_window": 12, "bos_token_id": 2,
-        "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": tied,
+        "global_head_dim": 24, "head_dim": 16, "hidden_size_per_layer_input": 8, **text, "sliding_window": 12,
+        "bos_token_id": 2, "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": tied,
         "final_logit_softcapping": 30.0,
     }  # fmt: skip
     audio = None
@@ -561,7 +571,7 @@ def _gemma4_config(family: str, tokenizer, text: dict) -> AutoConfig:
         vision["standardize"] = True
     else:
         text |= {"num_hidden_layers": 4, "layer_types": 2 * text["layer_types"], "num_kv_shared_layers": 2}
-        text |= {"use_double_wide_mlp": True, "hidden_size_per_layer_input": 8}
+        text["use_double_wide_mlp"] = True
         text["vocab_size_per_layer_input"] = text["vocab_size"]
         vision["use_clipped_linears"] = True
         audio = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 24,
@@ -575,7 +585,8 @@ def _gemma4_config(family: str, tokenizer, text: dict) -> AutoConfig:
 def _qwen_config(family: str, tokenizer, text: dict) -> AutoConfig:
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>") for name in ("image", "video")}
     ids |= {f"vision_{end}_token_id": tokenizer.convert_tokens_to_ids(f"<|vision_{end}|>") for end in ("start", "end")}
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    times = text["hidden_size"] // TEXT["hidden_size"]
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4 * times, 2 * times, 2 * times]}
     vision = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "initializer_range": 0.2}
     text = {**text, "rope_parameters": rope, "bos_token_id": None}
     if family == "qwen2_vl":
@@ -586,14 +597,14 @@ def _qwen_config(family: str, tokenizer, text: dict) -> AutoConfig:
         vision |= {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
     if family.startswith("qwen3_vl"):
         vision |= {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1], "depth": 3}
-        text |= {"head_dim": 16, "num_hidden_layers": 3}
+        text |= {"head_dim": 16 * times, "num_hidden_layers": 3}
         rope["mrope_interleaved"] = True
     if family == "qwen3_5":
         vision |= {"num_position_embeddings": 36}
-        text |= {"head_dim": 16, "num_hidden_layers": 3, **DELTA_NET}
-        rope |= {"mrope_interleaved": True, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+        text |= {"head_dim": 16 * times, "num_hidden_layers": 3, **DELTA_NET}
+        rope |= {"mrope_interleaved": True, "partial_rotary_factor": 0.5, "mrope_section": [2 * times, times, times]}
     if family == "qwen3_vl_moe":
-        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        text = {"moe_intermediate_size": 24, **text, "num_experts": 4, "num_experts_per_tok": 2}
     tied = text.pop("tie_word_embeddings", False)
     return AutoConfig.for_model(family, text_config=text, vision_config=vision, **ids, tie_word_embeddings=tied)
 

@@ -214,6 +214,16 @@ def compare_reloaded_adapter(output_dir: Path, export: ExportPlan, batch: Batch,
     return compare_logits(output_dir, "peft", again, logits)
 
 
+@torch.no_grad()
+def hold_packed(export: ExportPlan, base: nn.Module) -> None:
+    """Replace the weights of transformers' class that --bits packs by their dequantised ones."""
+    with torch.device("meta"):
+        language_model = AutoModelForCausalLM.from_config(export.model.text_config)
+    for name in lora.linear_names(language_model):
+        weight = base.get_submodule(layout_of(export).of_module(formats.LANGUAGE_MODEL + name)).weight
+        weight.copy_(quantize.quantize_and_back(weight.detach(), own(export.args)))
+
+
 @contextlib.contextmanager
 def built_in(dtype: torch.dtype) -> Iterator[None]:
     """Build modules in a precision."""

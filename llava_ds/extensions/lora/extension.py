@@ -6,6 +6,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 from llava_ds.batch import Batch
@@ -120,6 +121,12 @@ class Export(Adapter):
         from llava_ds.extensions.lora.adapter_export import compare_reloaded_adapter
 
         return compare_reloaded_adapter(folder, export, batch, logits)
+
+    def hold(self, export: ExportPlan, base: nn.Module) -> None:
+        if own(export.args).packs:
+            from llava_ds.extensions.lora.adapter_export import hold_packed
+
+            hold_packed(export, base)
 
     def merged(self, trained: list[Entry], base: list[Entry], export: ExportPlan, checkpoint: Path) -> list[Entry]:
         from llava_ds.extensions.lora.adapter_export import merged_entries
