@@ -141,16 +141,15 @@ def test_what_training_would_refuse_is_refused_or_said(inspect_data, tmp_path, t
     assert "--model_max_length is 513, but the language model was trained for 512" in capsys.readouterr().out
 
 
-@needs_extension("preference")
+@needs_extension("mixtures")
 def test_a_ready_model_that_training_would_refuse_has_one_reason(inspect_data, tmp_path, capsys):
     write_ready = pytest.importorskip("ready_models").write_ready
     flags = write_ready(tmp_path / "model", "smolvlm")
-    (tmp_path / "pairs.json").write_text(json.dumps([{"prompt": "What?", "chosen": "A cat.", "rejected": "A dog."}]))
-    flags |= {"data_path": str(tmp_path / "pairs.json"), "objective": "dpo"}
+    flags |= {**toys.write_data(tmp_path / "d", "t"), "moe_enable": "True"}
     with pytest.raises(ConfigError) as refused:
         run(inspect_data, tmp_path, flags)
     [line] = str(refused.value).splitlines()
-    assert line.startswith("--objective dpo: ") and line.endswith("can only be trained on answers yet: give sft")
+    assert line.startswith("a ready model needs MLPs without routers ")
     assert "training would end" not in capsys.readouterr().out
 
 

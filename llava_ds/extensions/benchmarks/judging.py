@@ -8,7 +8,7 @@ import torch
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import LoadedSample
-from llava_ds.data.encode import Encoder, EncodingOptions
+from llava_ds.data.encode import Encoder, EncodingOptions, encoder_of
 from llava_ds.data.end_markers import end_markers
 from llava_ds.extensions.benchmarks.question import Question
 from llava_ds.extensions.infer.formats import CHECKPOINT_FLAGS
@@ -45,7 +45,7 @@ class Judge:
     def _samples(self, prompt: Prompt, answers: list[str]) -> list[LoadedSample]:
         """Return a prompt with each of the answers, over the same images."""
         media = media_of(prompt, self._plan.images)
-        features = [layout.num_tokens for *_, layout in media]
+        features = [layout.mark for *_, layout in media]
         tiles = decode_media(media, prompt.blank, self._plan.images)
         answered = [(prompt.answered(text), features) for text in answers]
         coded = self._encoder.encode_batch(answered)
@@ -108,7 +108,7 @@ class BestOfN:
 
     def _prompt(self, prompt: Prompt) -> LoadedSample:
         media = media_of(prompt, self._plan.images)
-        ids = torch.tensor(self._encoder.prompt_ids(prompt.transcript, [layout.num_tokens for *_, layout in media]))
+        ids = torch.tensor(self._encoder.prompt_ids(prompt.transcript, [layout.mark for *_, layout in media]))
         sample = LoadedSample(ids, ids, decode_media(media, prompt.blank, self._plan.images))
         if self._rules.room(sample) < 1:
             raise DataError(f"a question has {len(ids):,} tokens: the model has no positions left for an answer")
@@ -125,13 +125,7 @@ def _plan(flag: str, path: str, options: EngineOptions, must_score: bool) -> Fro
         raise ConfigError(f"{flag} {path} has no config.json: give an exported folder (run/export.py makes one)")
     named = {"version": options.version, "chat_template_kwargs": options.chat_template_kwargs}
     given = {name: value for name, value in named.items() if value is not None}
-    plan = plan_alone(flag, path, 1, must_score or value_head_file(path) is not None, **options.moved, **given)
-    if (own := plan.model.architecture) is not None:
-        raise ConfigError(
-            f"{flag} {path} is a {own.config.model_type}: {own.kind} can't judge or draw answers "
-            "yet: give a LLaVA, or leave --best_of_n and the judge out"
-        )
-    return plan
+    return plan_alone(flag, path, 1, must_score or value_head_file(path) is not None, **options.moved, **given)
 
 
 def _encoder(plan: FrozenPlan) -> Encoder:
@@ -144,4 +138,4 @@ def _encoder(plan: FrozenPlan) -> Encoder:
         supervise_last_turn_only=True,
         split_special_tokens=args.split_special_tokens,
     )
-    return Encoder(plan.model.tokenizer, options)
+    return encoder_of(plan.model.tokenizer, options, plan.images)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import toys
 from exporting import export
+from extension_there import if_there
 from launching import ROOT
 from llavas import arguments
 
@@ -33,11 +34,16 @@ RANKS = Ranks(0, 0, 1, torch.device("cpu"))
 STAGE_0 = {"zero_optimization": {"stage": 0}}
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
+@pytest.fixture(scope="module", params=["llava", *if_there("ready", smolvlm=0)])
+def toy(request, tmp_path_factory):
     """A model with a value head and one without, in folders, and pairs, the same as training reads and as questions."""
     folder = tmp_path_factory.mktemp("judging")
-    args = arguments(toys.write_base(folder / "base"))
+    version = "v1" if request.param == "llava" else "processor"
+    if version == "v1":
+        args = arguments(toys.write_base(folder / "base"))
+    else:
+        args = arguments(pytest.importorskip("ready_models").write_ready(folder / "base", request.param))
+        args = args.replaced(version=version)
     plan = plan_model(args.model, 512, value_head=True)
     images = plan.tower.image_options(args)
     model = build_model(plan, args.model, STAGE_0, torch.float32, 0, RANKS)
@@ -57,7 +63,7 @@ def toy(tmp_path_factory):
     pairs = open_encoded(
         open_sources(data["data_path"], options),
         plan.tokenizer,
-        toys.encoding_options(supervise_last_turn_only=True),
+        toys.encoding_options(template=version, supervise_last_turn_only=True),
         images,
         PreflightOptions(cache_dir=str(folder / "cache")),
     )
@@ -128,16 +134,12 @@ def test_the_best_of_n_is_drawn_by_the_seed_and_chosen_by_the_judge(toy):
 
 
 def test_a_judge_that_can_not_score_is_refused(toy):
-    ready_models = pytest.importorskip("ready_models")
     with pytest.raises(ConfigError, match=r"--reward_model_name_or_path .* has no value_head.safetensors"):
         Judge("--reward_model_name_or_path", str(toy.folder / "plain"), EngineOptions(), RANKS, must_score=True)
     with pytest.raises(ConfigError, match=r"--engine deepspeed can't judge"):
         Judge("--model_path", str(toy.folder / "plain"), EngineOptions("deepspeed"), RANKS)
     with pytest.raises(ConfigError, match=r"--model_path .* has no config.json"):
         Judge("--model_path", str(toy.folder), EngineOptions(), RANKS)
-    ready_models.write_ready(toy.folder / "ready", "qwen2_vl")
-    with pytest.raises(ConfigError, match=r"is a qwen2_vl: a ready model can't judge"):
-        Judge("--model_path", str(toy.folder / "ready"), EngineOptions(), RANKS)
 
 
 def run(monkeypatch, *words: object) -> None:
