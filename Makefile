@@ -127,11 +127,12 @@ doctor: install
 bench: install
 	$(BIN)/python run/dev/bench.py $(ARGS)
 
-# docs/flags.md, from the code that reads the flags, and the graph of imports in docs/architecture.md.
+# docs/flags.md and docs/matrix.md, from the code that reads flags, and the graph of imports in docs/architecture.md.
 docs: install
 	$(BIN)/python run/dev/flags.py > docs/flags.md.new
 	mv docs/flags.md.new docs/flags.md
 	$(BIN)/python run/dev/room_graph.py --write docs/architecture.md
+	$(BIN)/python tests/helpers/ready_matrix.py --write docs/matrix.md
 
 CUDA_TESTS = tests/cuda $(wildcard tests/extensions/*/cuda)
 # Three processes of one thread each, for two cores: some tests wait, and launchers do.

@@ -1,0 +1,96 @@
+"""docs/matrix.md: which objectives, parallel axes and packed weights each model takes, as the flags' own checks say.
+
+    python tests/helpers/ready_matrix.py --write docs/matrix.md
+"""
+
+import argparse
+import contextlib
+import io
+import tempfile
+from pathlib import Path
+
+import ready_models
+import toys
+
+from llava_ds.config.parsing import parse_arguments
+from llava_ds.constants import ConfigError
+from llava_ds.model.open.folder import take_from_model
+from llava_ds.train import plan
+
+LORA = {"lora_enable": True, "lora_r": 4}
+COLUMNS = {
+    "DPO": {"objective": "dpo"},
+    "reward model": {"objective": "reward"},
+    "GRPO": {"objective": "grpo", "reward_funcs": "exact"},
+    "PPO": {"objective": "ppo", "reward_funcs": "exact"},
+    "QLoRA": {**LORA, "bits": 4},
+    "sequence": {"sequence_parallel_size": 2},
+    "tensor": {"tensor_parallel_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2},
+}
+ROWS = {  # the published sizes that a row is about, its family, and settings of its language model
+    "LLaVA's own composition": ("", {}),
+    "Qwen2-VL 7B": ("qwen2_vl", {}),
+    "Qwen2.5-VL 7B": ("qwen2_5_vl", {}),
+    "Qwen3-VL 8B": ("qwen3_vl", {}),
+    "Qwen3-VL 2B, 4B": ("qwen3_vl", {"tie_word_embeddings": True}),
+    "Qwen3-VL-MoE": ("qwen3_vl_moe", {}),
+    "Qwen3.5": ("qwen3_5", {}),
+    "Gemma 3": ("gemma3", {}),
+    "Gemma 4 31B": ("gemma4", {}),
+    "Gemma 4 E2B, E4B": ("gemma4_e", {}),
+    "SmolVLM": ("smolvlm", {}),
+    "Idefics3": ("idefics3", {}),
+    "InternVL": ("internvl", {}),
+}
+BEGIN = """# Models and features
+
+For people who choose a model: ✓, or the number of the reason why a feature is refused. Every ✓ is tested against
+transformers' own forward or one rank. Written by `make docs` from the checks of the flags.
+
+"""
+
+
+def refusal(given: dict[str, str], flags: dict[str, object]) -> str:
+    """Return the reason why a run refuses a model with these flags; "" if it doesn't."""
+    data = {"data_path": __file__, "deepspeed_config": "zero1", "output_dir": "out"}
+    words = [word for name, value in {**data, **given, **flags}.items() for word in (f"--{name}", str(value))]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            args, _ = parse_arguments(words)
+            args, _ = take_from_model(args)
+            plan._plan_model(args)
+    except ConfigError as error:
+        return " ".join(str(error).splitlines())
+    return ""
+
+
+def refusals(folder: Path) -> dict[str, dict[str, str]]:
+    """Return the reason of every cell, by row and column."""
+    found = {}
+    for row, (family, text) in ROWS.items():
+        base = folder / row.replace(" ", "-")
+        given = ready_models.write_ready(base, family, **text) if family else toys.write_base(base)
+        found[row] = {column: refusal(given, flags) for column, flags in COLUMNS.items()}
+    return found
+
+
+def page(cells: dict[str, dict[str, str]]) -> str:
+    """Return docs/matrix.md."""
+    reasons: dict[str, int] = {}
+    lines = [f"| | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
+    for row, of_row in cells.items():
+        marks = [str(reasons.setdefault(why, len(reasons) + 1)) if why else "✓" for why in of_row.values()]
+        lines.append(f"| {row} | {' | '.join(marks)} |")
+    return "\n".join([BEGIN + lines[0], *lines[1:], "", *(f"{number}. {why}" for why, number in reasons.items()), ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, required=True, help="the page")
+    with tempfile.TemporaryDirectory() as folder:
+        parser.parse_args().write.write_text(page(refusals(Path(folder))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
