@@ -64,7 +64,6 @@ PROPERTIES = {
     "offload": "states in CPU memory",
     "known_samples": "all samples before the first step",
     "given_answers": "answers from records",
-    "composed": "a model that flags compose",
     "one_model": "a single model that trains",
 }
 

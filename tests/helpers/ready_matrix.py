@@ -1,6 +1,6 @@
 """docs/matrix.md: which objectives, parallel axes and packed weights each model takes, as the flags' own checks say.
 
-    python tests/helpers/ready_matrix.py --write docs/matrix.md
+python tests/helpers/ready_matrix.py --write docs/matrix.md
 """
 
 import argparse

@@ -82,8 +82,14 @@ class Lora(Wrap):
         layers.add_lora(model, layout, args, build.seed, start)
         if flags.lora_weight_path is not None:
             file = adapter_file(flags.lora_weight_path)
-            trained = {name: p for name, p in model.named_parameters() if p.requires_grad and layout.holds(name)}
-            load_weights(trained, WeightFiles(file, layers.names_from_peft(model)), build.ranks, "--lora_weight_path")
+            whole = () if plan.architecture is None else layers.whole_parts(args)  # in the same file
+            trained = {
+                name: p
+                for name, p in model.named_parameters()
+                if (p.requires_grad and layout.holds(name)) or name.partition(".")[0] in whole
+            }
+            weights = WeightFiles(file, layers.names_from_peft(model, trained))
+            load_weights(trained, weights, build.ranks, "--lora_weight_path")
         if flags.use_dora and build.is_partitioned:
             _gather_as_one(model)
 

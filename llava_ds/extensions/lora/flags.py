@@ -127,9 +127,6 @@ class Flags(ExtensionFlags):
         if self.packs:
             needs = {"whole_matrices": "packed ones can't be cut", **untried}
             yield f"--bits {self.bits}", needs, ("trained_layers", "plain_weights")
-        if self.lora_weight_path is not None:
-            needs = {"composed": "to merge another adapter, give it as --model_name_or_path"}
-            yield f"--lora_weight_path {self.lora_weight_path}", needs, ()
         if changes_base(self):
             needs = {"one_model": "the start of one is saved"}
             yield f"--init_lora_weights {self.init_lora_weights}", needs, ()

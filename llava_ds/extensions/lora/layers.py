@@ -13,7 +13,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from llava_ds.config.arguments import ModelArguments
+from llava_ds.config.arguments import ModelArguments, trained_parts
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.engine.shards import safe_load
 from llava_ds.extensions.architecture import Architecture
@@ -75,6 +75,11 @@ def check_lora(args: ModelArguments) -> None:
             ) from error
     if own(args).lora_enable and own(args).lora_weight_path is not None and (problems := adapter_problems(args)):
         raise ConfigError("\n".join(problems))
+
+
+def whole_parts(args: ModelArguments) -> tuple[str, ...]:
+    """Return the parts that train in full beside a language model with LoRA."""
+    return tuple(part for part in ("projector", "vision_tower") if part in trained_parts(args))
 
 
 def linear_names(language_model: nn.Module) -> list[str]:
@@ -561,13 +566,12 @@ def adapter_problems(args: ModelArguments) -> list[str]:
     ]
 
 
-def names_from_peft(model: nn.Module) -> Callable[[str], str]:
-    """Return a function from names in peft's files to trained parameters of a model with LoRA.
+def names_from_peft(model: nn.Module, trained: Collection[str]) -> Callable[[str], str]:
+    """Return a function from names in peft's files to these parameters of a model with LoRA.
 
     Before it had base_layer, peft wrote a layer's bias under its plain name: such names are mapped as well.
     """
     layout: LoraLayout = model.lora
-    trained = [name for name, p in model.named_parameters() if p.requires_grad and layout.holds(name)]
     known = {layout.rename(name): name for name in trained}
     known |= {outer.replace(".base_layer.", "."): name for outer, name in known.items() if not is_lora(name)}
 

@@ -29,4 +29,4 @@ def sharing_problems(args: Arguments) -> list[str]:
     """Return a line for every feature that shards or packs the model."""
     whole = ("whole_layers", "routerless_mlps")
     needs = dict.fromkeys(whole, "others are not tried with it")
-    return clashes([*features(args), Feature("a ready model", needs, ("composed",))])
+    return clashes([*features(args), Feature("a ready model", needs)])

@@ -106,14 +106,9 @@ def test_flags_of_llavas_own_composition_are_refused(folder):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"objective": "dpo"}, "--objective dpo: .* give sft"),
         *(({name: 2}, f"a ready model needs .* leave --{name} 2 out") for name in AXES),
         pytest.param({"ep_size": 2}, "a ready model needs .* leave --ep_size 2 out", marks=needs("ep_size")),
         pytest.param({"moe_enable": True}, "a ready model .* leave --moe_enable True out", marks=needs("moe_enable")),
-        pytest.param(
-            {"bits": 4, "lora_enable": True}, "a ready model needs .* leave --bits 4 out", marks=needs("lora_enable")
-        ),
-        pytest.param({"lora_weight_path": "adapter"}, "--lora_weight_path adapter needs", marks=needs("lora_enable")),
     ],
 )
 def test_what_is_not_tried_is_refused(folder, flags, message):
