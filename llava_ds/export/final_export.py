@@ -24,7 +24,7 @@ from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.layer_by_layer import NotCompared
 from llava_ds.export.llava_folder import PROJECTOR_FILES
 from llava_ds.export.output_folder import write_live_folder
-from llava_ds.export.reload_check import compare_reloaded, compared_positions, describe_bits, describe_comparison
+from llava_ds.export.reload_check import Base, compare_reloaded, compared_positions, describe_bits, describe_comparison
 from llava_ds.extensions.active import text_part
 from llava_ds.files.writing import REMEDIES, described
 from llava_ds.model.heads import Logits
@@ -154,7 +154,7 @@ def _export_folder(
         if export.model.architecture is None:
             compare = partial(export.adapter.compare, output_dir, export, batch, logits)
         else:
-            compare = partial(compare, base=export.source_folder, hold=partial(export.adapter.hold, export))
+            compare = partial(compare, base=Base(export.source_folder, partial(export.adapter.hold, export)))
     text = export.model.text_config
     if export.is_whole_model and (why := text_part(text).differs(text, export.dtype)):
         compare = partial(_refuse_to_compare, why)

@@ -4,6 +4,7 @@
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -58,6 +59,13 @@ def describe_bits(check: str, compare: Callable[[], None]) -> str:
     return "read again: every name, shape and bit equals the model's"
 
 
+class Base(NamedTuple):
+    """The model that an adapter is opened over. hold: sets its weights to those that the adapter trained over."""
+
+    folder: Path
+    hold: Callable[[torch.nn.Module], None]
+
+
 @torch.no_grad()
 def compare_reloaded(
     output_dir: Path,
@@ -66,19 +74,17 @@ def compare_reloaded(
     mean: torch.Tensor,
     std: torch.Tensor,
     logits: torch.Tensor,
-    base: Path | None = None,
-    hold: Callable[[torch.nn.Module], None] = lambda base: None,
+    base: Base | None = None,
 ) -> float:
     """Open the exported folder with transformers and compare its logits with the trained model's.
 
-    base: the model's folder if the exported one is an adapter (peft merges it); hold: sets its weights to those that
-    the adapter trained over; batch: a single sample;
+    base: if the exported one is an adapter (peft merges it); batch: a single sample;
     layouts: of its images; mean, std (1, 3, 1, 1): the tower's scaling of pixels; logits (T, V): the trained model's,
     at every position or at the first ones. Their device is used if it has room. Returns and raises like compare_logits.
     Raises NotCompared if time or memory run out.
     """
     deadline = Deadline()
-    folder = output_dir if base is None else base
+    folder = output_dir if base is None else base.folder
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     # In the files' precision transformers maps them: there is only one copy of the weights in memory.
     reloaded = hf_class(config).from_pretrained(
@@ -87,7 +93,7 @@ def compare_reloaded(
     if base is not None:
         from peft import PeftModel
 
-        hold(reloaded)
+        base.hold(reloaded)
         with warnings.catch_warnings():  # as in lora/adapter_export.py
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             reloaded = PeftModel.from_pretrained(reloaded, output_dir).merge_and_unload()
