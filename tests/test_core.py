@@ -27,7 +27,7 @@ BARS = {
     "feature words": 61,
     "kernel files": 39,
     "kernel lines": 5698,
-    "all lines": 70160,
+    "all lines": 70166,
 }
 
 # What one reads to understand training.
