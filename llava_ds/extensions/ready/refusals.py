@@ -26,7 +26,6 @@ def ready_problems(args: Arguments, kind: str) -> list[str]:
 
 
 def sharing_problems(args: Arguments) -> list[str]:
-    """Return a line for every feature that shards or packs the model."""
-    whole = ("whole_layers", "routerless_mlps")
-    needs = dict.fromkeys(whole, "others are not tried with it")
+    """Return a line for every feature that puts experts into the model."""
+    needs = {"routerless_mlps": "others are not tried with it"}
     return clashes([*features(args), Feature("a ready model", needs)])
