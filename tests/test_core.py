@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 126,
-    "imported lines": 20476,
+    "imported lines": 20478,
     "files at the end": 205,
     "lines at the end": 29845,
     "feature words": 61,
     "kernel files": 39,
-    "kernel lines": 5698,
-    "all lines": 70166,
+    "kernel lines": 5716,
+    "all lines": 70320,
 }
 
 # What one reads to understand training.
