@@ -27,7 +27,7 @@ BARS = {
     "feature words": 61,
     "kernel files": 39,
     "kernel lines": 5716,
-    "all lines": 70320,
+    "all lines": 70441,
 }
 
 # What one reads to understand training.
