@@ -16,7 +16,7 @@ from llava_ds.extensions.active import active
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.open.loading import load_weights, return_freed_memory
 from llava_ds.model.open.model_plan import ModelPlan, open_part, part_weights
-from llava_ds.model.open.weights import unused_tensors
+from llava_ds.model.open.weights import Weights, unused_tensors
 from llava_ds.runtime.mesh import ALONE, Group, Mesh
 from llava_ds.runtime.ranks import Ranks, print_details, print_first
 
@@ -58,7 +58,7 @@ def build_model(
         for wrap in wraps:
             wrap.assembled(model, build)
         for name, part in model.named_children():
-            _fill(name, part, plan, args, seed, ranks, _elsewhere(model, name))
+            _fill(name, part, plan, args, seed, ranks, model)
         for wrap in wraps:
             wrap.filled(model, build)
     if build.is_partitioned:
@@ -113,10 +113,13 @@ def _with_gradient(module: torch.nn.Module, inputs: tuple) -> tuple | None:
     return (first.detach().requires_grad_(), *inputs[1:])
 
 
-def _elsewhere(model: LlavaModel, part: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a part's parameters that only other ranks have, by name in the part."""
-    shares = (share for share, parameter in placement_of(model).shares(model) if parameter is None)
-    return {s.name.removeprefix(f"{part}."): s.shape for s in shares if s.name.startswith(f"{part}.")}
+def _elsewhere(model: LlavaModel, part: str, weights: Weights) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a part's parameters that only other ranks have, and of all buffers that the weights have, by
+    name in the part."""
+    prefix, placement = f"{part}.", placement_of(model)
+    found = [(share.name, share.shape) for share, parameter in placement.shares(model) if parameter is None]
+    found += [(name, shape) for name, shape in placement.buffers if name.removeprefix(prefix) in weights.shapes]
+    return {name.removeprefix(prefix): shape for name, shape in found if name.startswith(prefix)}
 
 
 def _fill(
@@ -126,16 +129,16 @@ def _fill(
     args: ModelArguments,
     seed: int,
     ranks: Ranks,
-    elsewhere: dict[str, tuple[int, ...]],
+    model: LlavaModel,
 ) -> None:
-    """Load a part's weights or initialise them at random, and print which. elsewhere: shapes of its parameters on other
-    ranks."""
+    """Load a part's weights or initialise them at random, and print which."""
     opened = open_part(name, plan)
     if opened is None:
         print_details(plan.fresh_note(name))
         weights = part_weights(name, plan, args, seed)
-        load_weights(part, weights, ranks, "--pretrain_mm_mlp_adapter", elsewhere=elsewhere)
+        load_weights(part, weights, ranks, "--pretrain_mm_mlp_adapter", elsewhere=_elsewhere(model, name, weights))
     else:
+        elsewhere = _elsewhere(model, name, opened.weights)
         load_weights(part, opened.weights, ranks, opened.what, elsewhere=elsewhere)
         print_details(*opened.report())
 

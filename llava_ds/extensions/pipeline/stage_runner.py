@@ -28,6 +28,7 @@ from llava_ds.extensions.pipeline.stages import HIDDEN, Stage, keep_stage, owner
 from llava_ds.geometry import ImageOptions
 from llava_ds.layouts import MediaLayout
 from llava_ds.model.llava import LlavaModel
+from llava_ds.model.open.loading import persistent_buffers
 from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.tracking.flops import flops_of_model
@@ -38,13 +39,15 @@ class OwnedByStages(Placement):
     """Every parameter is on one stage of a pipeline. everything: the complete model's parameters, in order."""
 
     everything: tuple[Share, ...] = ()
+    buffers: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, stages: dict[str, int], mesh: Mesh) -> "OwnedByStages":
         """Describe a model that is still complete. stages: of its parameters, by name."""
         shares = (Share(n, tuple(p.shape), p.dtype, owner=stages[n]) for n, p in model.named_parameters())
-        place = mesh.at("pp")
-        return cls("pp", place.size, place.index, place.group, everything=tuple(shares))
+        place, buffers = mesh.at("pp"), {n: tuple(b.shape) for n, b in persistent_buffers(model).items()}
+        own = {"everything": tuple(shares), "buffers": tuple(buffers.items())}
+        return cls("pp", place.size, place.index, place.group, **own)
 
     def shares(self, model: nn.Module) -> Iterator[tuple[Share, nn.Parameter | None]]:
         """Yield all parameters, each with this stage's tensor or None."""

@@ -48,11 +48,14 @@ MORE_ONE_RANK = {
     "video": (1, 0, TRAINED_TOWER),
     "torn": (1, 0, TORN),
     "deep": (1, 0, TRAINED_TOWER),  # five layers
+    "tied": (1, 0, TRAINED_TOWER),  # five layers, and an output layer that is the embedding
     **{family: (1, 0, ONE_BY_ONE) for family in FAMILIES},
 }
 MORE = {
     **{f"deep-pp4-zero{stage}": (4, stage, {**PACKED, **TRAINED_TOWER, **PP4}) for stage in (0, 1)},
     "deep-pp4-one-by-one": (4, 1, {**ONE_BY_ONE, **TRAINED_TOWER, **PP4}),
+    "tied-pp4": (4, 1, {**PACKED, **TRAINED_TOWER, **PP4}),
+    **{f"tied-pp2xdp2-zero{stage}": (4, stage, {**PP, **PACKED, **TRAINED_TOWER}) for stage in (0, 1)},
     "plain-pp2-inputs-in-cpu": (2, IN_CPU, {**PP, **PACKED, **TRAINED_TOWER, "gradient_checkpointing": True}),
     "plain-pp2-one-pack": (2, 1, {**PP, **TRAINED_TOWER}),  # fewer micro-batches than stages
     **{f"clipped-pp2-zero{stage}": (2, stage, {**PP, **PACKED, **CLIPPED, **TRAINED_TOWER}) for stage in (0, 1)},
@@ -94,6 +97,7 @@ def more_runs(runs) -> dict[str, Path]:
     for family in FAMILIES:
         data[family] = data["plain"] | toys.write_language_model(folder / "base" / family, family)
     data["deep"] = data["plain"] | toys.write_language_model(folder / "base/deep", num_hidden_layers=5)
+    data["tied"] = data["plain"] | toys.write_language_model(folder / "base/tied", "qwen2", num_hidden_layers=5)
     wanted = MORE_ONE_RANK | MORE
     # A process has the groups of one mesh: those that share nothing have a launch of their own.
     staged = {name: run for name, run in wanted.items() if "-pp" in name}

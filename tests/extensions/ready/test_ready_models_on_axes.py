@@ -21,7 +21,8 @@ from llava_ds.model.open.folder import read_folder
 STEPS, BATCH, RATE = 3, 4, 0.02
 FIRST, LATER = 1e-6, 2e-5  # relative differences of the first step, and of later ones
 TP, PP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "per_device_train_batch_size": 2}
-DPO, REWARD = {"objective": "dpo", "beta": 0.3}, {"objective": "reward", "center_rewards_coefficient": 0.01}
+DPO = {"objective": "dpo", "beta": 0.3, "eval_fraction": 0.25}
+REWARD = {"objective": "reward", "center_rewards_coefficient": 0.01}
 TRAINED = {"tune_mm_vision": True, "tune_mm_mlp": True, "tune_mm_llm": True}
 QUICK = "internvl"
 NO_STAGES = ("gemma4_e",)
@@ -83,8 +84,17 @@ class Runs:
                 assert weights.keys() == others.keys()
                 for key, weight in weights.items():
                     assert (weight - others[key]).abs().max() <= 1e-5, (name, key)
+            if name.startswith("dpo"):
+                self.check_evals(name)
             if name == "dpo-pp":
                 self.check_reference(name)
+
+    def check_evals(self, name: str) -> None:
+        """The eval loss and the metrics of pairs are one rank's."""
+        (one,), (shared,) = (rows(self.folder / of, "evals.jsonl") for of in ("dpo", name))
+        assert one.keys() == shared.keys() and "rewards/margins" in one
+        for key in (name for name in one if name == "loss" or "/" in name):
+            assert shared[key] == pytest.approx(one[key], rel=LATER, abs=1e-6), (name, key)
 
     def check_reference(self, name: str) -> None:
         """The reference's cache has one rank's name and numbers."""
