@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -39,16 +39,15 @@ class Placement:
     """Every rank has every parameter; subclasses override `shares`.
 
     axis: the field of pieces.Layout with the number of ranks that share the model; size: this number; index: this
-    rank's index among them; group: these ranks; in_data: they have different samples, so ZeRO itself sums over them;
-    buffers: names and shapes of the whole model's stored buffers, if ranks lack some.
+    rank's index among them; group: these ranks; in_data: they have different samples, so ZeRO itself sums over them.
     """
 
-    buffers: ClassVar[tuple[tuple[str, tuple[int, ...]], ...]] = ()
     axis: str = "tp"
     size: int = 1
     index: int = 0
     group: Group = None
     in_data: bool = False
+    buffers = ()  # names and shapes of the whole model's stored buffers, if ranks lack some
 
     def shares(self, model: nn.Module) -> Iterator[tuple[Share, nn.Parameter | None]]:
         """Yield every parameter of the whole model with this rank's share, in the same order on all ranks."""
