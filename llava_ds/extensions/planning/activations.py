@@ -96,8 +96,8 @@ def exchange_buffers(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
 
 def exchanged_bytes(text: TextShape, num_tokens: float, weight_bytes: int) -> tuple[int, int]:
     """Return the bytes of a rank's tokens exchanged before and after attention in one forward."""
-    before = num_tokens * weight_bytes * (text.query + 2 * text.key)
-    return int(before), int(num_tokens * weight_bytes * text.query)
+    before = num_tokens * weight_bytes * (text.query + 2 * text.key + text.convolved + text.gated)
+    return int(before), int(num_tokens * weight_bytes * (text.query + text.gated))
 
 
 def saved_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:

@@ -1,4 +1,5 @@
-# T tokens of all samples laid end to end, D width of the language model
+# T tokens of all samples laid end to end, D width of the language model, s ranks that share them, t = T / s of them on
+# a rank, V width of the values of all heads
 """Layers with a state across tokens (Gated DeltaNet) over samples laid end to end: no state reaches the next sample.
 
 A short convolution and the delta rule carry a state from token to token. Kernels for CUDA take the boundaries of
@@ -11,7 +12,8 @@ import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType, ModuleType
+from types import MethodType, ModuleType, SimpleNamespace
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -52,10 +54,27 @@ class Samples:
         return cls(lengths, cu_seqlens, starts, seq_idx)
 
 
+class TokenExchange(Protocol):
+    """The exchange of a rank's t tokens for all T of a pack, among `size` ranks that share them; index: this rank's."""
+
+    size: int
+    index: int
+
+    def all_tokens(self, *parts: torch.Tensor) -> torch.Tensor:
+        """From parts (1, t, n), return this rank's n / size columns of each, side by side, of all tokens."""
+
+    def own_tokens(self, columns: torch.Tensor) -> torch.Tensor:
+        """From this rank's columns (1, T, n / size), return all of them of its tokens (1, t, n)."""
+
+
 def keep_samples_apart(trunk: nn.Module) -> None:
-    """Let the layers of a language model that have a state take `samples`, and leave it out of the others."""
+    """Let the layers of a language model that have a state take `samples`, and leave it out of the others.
+
+    Their token_exchange has to be set for packs whose tokens are shared.
+    """
     for layer in trunk.layers:
         if hasattr(layer, "linear_attn"):
+            layer.linear_attn.token_exchange = None
             layer.linear_attn.forward = MethodType(_forward, layer.linear_attn)
 
 
@@ -67,13 +86,25 @@ def _forward(
     samples: Samples | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
+    tokens_shared: bool = False,
     **options: object,
 ) -> torch.Tensor:
-    """(1, T, D) to (1, T, D); without samples (B, L, D) as transformers computes them."""
-    forward = functools.partial(type(self).forward, self)
+    """(1, T, D) to (1, T, D), or (1, t, D) to (1, t, D) if tokens_shared; without samples (B, L, D) as transformers
+    computes them."""
     if samples is None:
         assert cu_seqlens is None, "a pack of samples without their lengths: their states would mix"
-        return forward(hidden_states, **options)
+        return type(self).forward(self, hidden_states, **options)
+    if tokens_shared:
+        heads, projected = own_heads(self, self.token_exchange, hidden_states)
+        out = of_pack(functools.partial(type(self).forward, heads), projected, samples)  # (1, T, V / s)
+        return self.out_proj(self.token_exchange.own_tokens(out))
+    return of_pack(functools.partial(type(self).forward, self), hidden_states, samples)
+
+
+def of_pack(
+    forward: Callable[[torch.Tensor], torch.Tensor], hidden_states: torch.Tensor, samples: Samples
+) -> torch.Tensor:
+    """Compute a layer's forward over a pack (1, T, D): at once by kernels, else sample by sample."""
     if kernel_problem(hidden_states.device, _precision(hidden_states)) is None:
         return forward(
             hidden_states,
@@ -82,6 +113,48 @@ def _forward(
             seq_idx=samples.seq_idx,  # obligatory: without it the convolution reaches across samples
         )
     return one_by_one(forward, hidden_states, samples.lengths)
+
+
+def own_heads(
+    layer: nn.Module, exchange: TokenExchange, hidden_states: torch.Tensor
+) -> tuple[SimpleNamespace, torch.Tensor]:
+    """Return what a layer's forward reads, of this rank's heads only, and its input: their projections of all tokens.
+
+    hidden_states (1, t, D). The stand-in's projections choose columns, and its result is (1, T, V / s). Convolution,
+    delta rule and norm compute each head by itself, so heads can be shared out as in attention.
+    """
+    s, key, value = exchange.size, layer.key_dim, layer.value_dim
+    others = (layer.in_proj_z(hidden_states), layer.in_proj_b(hidden_states), layer.in_proj_a(hidden_states))
+    parts = (*layer.in_proj_qkv(hidden_states).split([key, key, value], -1), *others)
+    ends = list(itertools.accumulate((part.shape[-1] // s for part in parts), initial=0))
+
+    def columns(first: int, last: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda projected: projected[..., ends[first] : ends[last + 1]]
+
+    def own(weight: torch.Tensor) -> torch.Tensor:
+        return weight.chunk(s)[exchange.index]
+
+    convolution = torch.cat([own(part) for part in layer.conv1d.weight.split([key, key, value])])
+    stand_in = SimpleNamespace(
+        layer_idx=layer.layer_idx,
+        activation=layer.activation,
+        num_k_heads=layer.num_k_heads // s,
+        num_v_heads=layer.num_v_heads // s,
+        head_k_dim=layer.head_k_dim,
+        head_v_dim=layer.head_v_dim,
+        key_dim=key // s,
+        value_dim=value // s,
+        in_proj_qkv=columns(0, 2),
+        in_proj_z=columns(3, 3),
+        in_proj_b=columns(4, 4),
+        in_proj_a=columns(5, 5),
+        conv1d=SimpleNamespace(weight=convolution, bias=None),
+        A_log=own(layer.A_log),
+        dt_bias=own(layer.dt_bias),
+        norm=layer.norm,
+        out_proj=nn.Identity(),
+    )
+    return stand_in, exchange.all_tokens(*parts)
 
 
 def one_by_one(

@@ -56,6 +56,24 @@ def to_tokens(out: torch.Tensor, group: Group) -> torch.Tensor:
     return found.transpose(0, 1).flatten(1, 2)[None]
 
 
+class ColumnExchange:
+    """The exchange around other layers that mix tokens within heads: heads are equal parts of a tensor's columns."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.size, self.index = (f(group) for f in (torch.distributed.get_world_size, torch.distributed.get_rank))
+
+    def all_tokens(self, *parts: torch.Tensor) -> torch.Tensor:
+        """From parts (1, t, n), return this rank's n / s columns of each, side by side, of all tokens: (1, T, sum)."""
+        sent = torch.cat([part[0].unflatten(1, (self.size, -1)) for part in parts], -1)  # (t, s, sum)
+        return _AllToAll.apply(sent.transpose(0, 1), self.group).flatten(0, 1)[None]
+
+    def own_tokens(self, columns: torch.Tensor) -> torch.Tensor:
+        """From this rank's columns (1, T, n / s), return all of them of its tokens: (1, t, n)."""
+        received = _AllToAll.apply(columns[0].unflatten(0, (self.size, -1)), self.group)  # (s, t, n / s)
+        return received.transpose(0, 1).flatten(1)[None]
+
+
 def heads_problem(num_heads: int, num_key_heads: int, ranks: int) -> str | None:
     """Return the reason why heads can't be divided over the ranks; None if they can."""
 

@@ -10,7 +10,7 @@ from llava_ds.extensions.base import Extension, MeshPart
 from llava_ds.extensions.sequence_parallel.cut import cut
 from llava_ds.extensions.sequence_parallel.exchange import heads_problem
 from llava_ds.extensions.sequence_parallel.shared_tokens import share_tokens
-from llava_ds.model.families.language import has_state, layer_configs
+from llava_ds.model.families.language import has_state, layer_configs, state_heads
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.mesh import Mesh
 
@@ -18,21 +18,17 @@ AXIS = "sp"
 
 
 def fits(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
-    """Yield a line for layers with a state, and if heads can't be divided over the ranks, after tensor parallelism has
-    divided them."""
+    """Yield a line for every number of heads that can't be divided over the ranks, after tensor parallelism has divided
+    them."""
     size, cut_by = args.size_of(AXIS), args.size_of("tp")
-    if has_state(config):
-        yield (
-            f"--sequence_parallel_size is {size}: layers of the language model carry a state from token to token, and "
-            "ranks don't pass it on yet: leave the flag out"
-        )
-        return
     heads_of_layers = {
         (layer.num_attention_heads, getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads)
         for layer in layer_configs(config)
     }
     for heads, key_heads in sorted(heads_of_layers):
         yield from _problems_of_heads(heads, key_heads, size, cut_by)
+    if has_state(config):
+        yield from _problems_of_state(config, size, cut_by)
 
 
 def _problems_of_heads(heads: int, key_heads: int, size: int, cut_by: int) -> Iterator[str]:
@@ -44,6 +40,19 @@ def _problems_of_heads(heads: int, key_heads: int, size: int, cut_by: int) -> It
         return  # tensor parallelism reports this
     elif problem := heads_problem(heads // cut_by, key_heads // cut_by, size):
         yield f"{flag}, and {cut_by} ranks share its matrices: of a rank's heads, {problem}"
+
+
+def _problems_of_state(config: PreTrainedConfig, size: int, cut_by: int) -> Iterator[str]:
+    """Yield a line if the heads of layers with a state can't be divided. cut_by: ranks of tensor parallelism."""
+    flag = f"--sequence_parallel_size is {size}"
+    key_heads, value_heads = state_heads(config)
+    if key_heads % size or value_heads % size:
+        yield (
+            f"{flag}: the language model's layers with a state have {key_heads} and {value_heads} heads of keys and "
+            "values: give a divisor of both"
+        )
+    elif cut_by > 1:
+        yield f"{flag}, and {cut_by} ranks share the matrices of layers with a state: leave one of both out"
 
 
 def cutting(mesh: Mesh) -> partial:

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from llava_ds.extensions.sequence_parallel.cut import SHARED
-from llava_ds.extensions.sequence_parallel.exchange import to_heads, to_tokens
+from llava_ds.extensions.sequence_parallel.exchange import ColumnExchange, to_heads, to_tokens
 from llava_ds.model.attention import in_autocast, varlen_attention
 from llava_ds.model.llava import LlavaModel
 
@@ -16,7 +16,8 @@ NAME = "llava_ds_shared"
 def share_tokens(model: LlavaModel, group: torch.distributed.ProcessGroup) -> None:
     """Make a model accept parts of packs, divided over a group's ranks, as well as complete packs.
 
-    Its last layer is computed at all positions: without the exchange, a rank has only its own tokens' keys.
+    Layers with a state get the exchange as their token_exchange. The last layer is computed at all positions: without
+    the exchange, a rank has only its own tokens' keys.
     """
     model.short_last_layer = False
     AttentionInterface.register(NAME, shared_attention)
@@ -24,6 +25,8 @@ def share_tokens(model: LlavaModel, group: torch.distributed.ProcessGroup) -> No
         if getattr(module, "config", None) is not None:
             module.config._attn_implementation = NAME
             module.token_group = group
+        if hasattr(module, "token_exchange"):
+            module.token_exchange = ColumnExchange(group)
 
 
 def shared_attention(

@@ -50,6 +50,11 @@ def has_state(config: PreTrainedConfig) -> bool:
     return STATEFUL in (getattr(config, "layer_types", None) or ())
 
 
+def state_heads(config: PreTrainedConfig) -> tuple[int, int]:
+    """Return the numbers of heads of keys and of values in layers with a state."""
+    return config.linear_num_key_heads, config.linear_num_value_heads
+
+
 def num_attention_layers(config: PreTrainedConfig) -> int:
     """Return the number of attention layers: all layers without a state."""
     return config.num_hidden_layers - (getattr(config, "layer_types", None) or []).count(STATEFUL)

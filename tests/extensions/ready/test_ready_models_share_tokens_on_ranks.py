@@ -14,7 +14,7 @@ from textbook_pairs import write_pairs
 
 pytestmark = needs_extension("sequence_parallel")
 
-QUICK, STATEFUL = "qwen2_5_vl", "qwen3_5"
+QUICK = "qwen2_5_vl"
 STEPS, BATCH, RATE = 3, 4, 0.02
 FIRST, LATER = 1e-6, 2e-5  # relative differences of the first step, whose weights are equal, and of those that follow
 KINDS, WITH_VIDEO = "itiititt", "itivtitt"
@@ -80,7 +80,7 @@ def test_tokens_of_a_ready_model_are_shared(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", [family for family in ready_models.FAMILIES if family != STATEFUL])
+@pytest.mark.parametrize("family", ready_models.FAMILIES)
 def test_tokens_of_every_family_are_shared(family, tmp_path):
     """Of texts, images and videos, with a trained tower, LoRA and preferences."""
     train(tmp_path, family, list(CASES))

@@ -114,11 +114,14 @@ def test_heads_that_differ_between_layers():
         check_model(arguments("--sp_size", "3"), config)
 
 
-def test_layers_with_a_state_are_refused():
-    kinds = ["linear_attention", "full_attention"]
-    config = AutoConfig.for_model("qwen3_5_text", num_hidden_layers=2, layer_types=kinds, hidden_size=32)
-    with pytest.raises(ConfigError, match="carry a state from token to token, and ranks don't pass it on yet: leave"):
-        check_model(arguments("--sp_size", "2"), config)
+def test_heads_of_layers_with_a_state_that_cannot_be_shared_out():
+    config = AutoConfig.for_model(
+        "qwen3_5_text", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], hidden_size=32,
+        num_attention_heads=8, num_key_value_heads=8, linear_num_key_heads=2, linear_num_value_heads=4,
+    )  # fmt: skip
+    check_model(arguments("--sp_size", "2"), config)
+    with pytest.raises(ConfigError, match="layers with a state have 2 and 4 heads of keys and values: give a divisor"):
+        check_model(arguments("--sp_size", "4"), config)
 
 
 @needs_extension("tensor_parallel")
