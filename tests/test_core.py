@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 126,
-    "imported lines": 20479,
+    "imported lines": 20484,
     "files at the end": 205,
     "lines at the end": 29845,
     "feature words": 61,
     "kernel files": 39,
-    "kernel lines": 5720,
-    "all lines": 70448,
+    "kernel lines": 5725,
+    "all lines": 70556,
 }
 
 # What one reads to understand training.
