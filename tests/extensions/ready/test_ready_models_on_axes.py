@@ -26,6 +26,7 @@ REWARD = {"objective": "reward", "center_rewards_coefficient": 0.01}
 TRAINED = {"tune_mm_vision": True, "tune_mm_mlp": True, "tune_mm_llm": True}
 QUICK = "internvl"
 NO_STAGES = ("gemma4_e",)
+NOISY = ("gemma4_e",)  # in float32, rounding moves the gradient of every parameter by 1e-5
 TIED = ("gemma3", "gemma4", "qwen2_5_vl")
 
 # ZeRO stage and flags of each run; the first word is the run on one rank that it is compared with.
@@ -44,7 +45,7 @@ class Runs:
     """The runs of a family on one rank and on two."""
 
     def __init__(self, family: str, folder: Path, wanted: dict[str, tuple[int, dict]]) -> None:
-        self.folder = folder
+        self.folder, self.is_noisy = folder, family in NOISY
         text = {"num_key_value_heads": 2, "tie_word_embeddings": family in TIED}
         if family == "gemma4":
             text["num_global_key_value_heads"] = 2
@@ -77,8 +78,9 @@ class Runs:
                 expected, found = ([row[key] for row in rows(path)] for path in (one, shared))
                 if None in found:  # at stage 0 DeepSpeed may have none
                     continue
-                assert found[0] == pytest.approx(expected[0], rel=FIRST, abs=0), (name, key)
-                assert found == pytest.approx(expected, rel=LATER, abs=0), (name, key)
+                first, later = (5 * LATER,) * 2 if self.is_noisy and key == "grad_norm" else (FIRST, LATER)
+                assert found[0] == pytest.approx(expected[0], rel=first, abs=0), (name, key)
+                assert found == pytest.approx(expected, rel=later, abs=0), (name, key)
             for file in (path.name for path in one.glob("*.safetensors")):
                 weights, others = load_file(one / file), load_file(shared / file)
                 assert weights.keys() == others.keys()
