@@ -52,7 +52,7 @@ def _problems_of_state(config: PreTrainedConfig, size: int, cut_by: int) -> Iter
             "values: give a divisor of both"
         )
     elif cut_by > 1:
-        yield f"{flag}, and {cut_by} ranks share the matrices of layers with a state: leave one of both out"
+        yield f"{flag}, with --tensor_parallel_size {cut_by}: not tried for layers with a state, leave one of them out"
 
 
 def cutting(mesh: Mesh) -> partial:
