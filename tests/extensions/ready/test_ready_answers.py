@@ -20,21 +20,28 @@ from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.evaluating.sampling import DrawRules, draw_answers
 from llava_ds.train.evaluating.twin import twin_of
 
-TOKENS = 6
-QUICK = FAMILIES[-1]  # Qwen3-VL-MoE, which has all that others have
+TOKENS, TOGETHER = 6, 10
+QUICK = "qwen3_vl"  # three axes of positions, and features for later layers
+QUESTIONS = ("What is it?", "Which of these two is it then?", "What?", "Is it a red cat, or a blue dog, or none?")
 
 
-@pytest.mark.parametrize("family", [QUICK, *(pytest.param(one, marks=pytest.mark.full) for one in FAMILIES[:-1])])
-def test_drawn_answers_are_transformers(family, tmp_path):
-    """Of prompts of different lengths together: one image, two of other shapes, and none."""
+def prompts_of(number: int, folder: str) -> list[Prompt]:
+    """Prompts of different lengths with no, one or two of three images."""
+    rng = np.random.default_rng(8)
+    for i in range(number):
+        images = [f"{folder}/{n}.png" for n in rng.integers(0, 3, (1, 2, 0)[i % 3])]
+        words = " ".join(rng.choice(QUESTIONS, rng.integers(1, 4)))
+        yield Prompt((Message("human", "<image>\n" * len(images) + words),), tuple(images))
+
+
+@pytest.mark.parametrize(
+    ("family", "number"), [(QUICK, 3), *(pytest.param(one, 200, marks=pytest.mark.full) for one in FAMILIES)]
+)
+def test_drawn_answers_are_transformers(family, number, tmp_path):
+    """Of prompts of different lengths together."""
     given = ready_models.write_ready(tmp_path / "base", family)
     args = ModelArguments(**given, version="processor")
-    images = [f"{toys.write_data(tmp_path / 'data', 'iii')['image_folder']}/{i}.png" for i in range(3)]
-    prompts = [
-        Prompt((Message("human", "<image>\nWhat is it?"),), (images[0],)),
-        Prompt((Message("human", "<image> or <image>, which of these two is it then?"),), (images[1], images[2])),
-        Prompt((Message("human", "What?"),), ()),
-    ]
+    prompts = list(prompts_of(number, toys.write_data(tmp_path / "data", "iii")["image_folder"]))
     loaded = load_model(tmp_path / "base")
     expected = answer(loaded, prompts, max_new_tokens=TOKENS)
 
@@ -51,6 +58,9 @@ def test_drawn_answers_are_transformers(family, tmp_path):
         samples.append(LoadedSample(ids, ids, decode_media(media, False, options)))
     ends = tuple(end_markers("processor", plan.tokenizer))
     rules = DrawRules(1, TOKENS, 2048, ends, options, top_k=1)
-    drawn = draw_answers(twin_of(model), samples, [np.zeros((1, TOKENS))] * 3, rules)
-    found = [plan.tokenizer.decode(one.ids, skip_special_tokens=True).strip() for [one] in drawn]
-    assert found == expected
+    twin, found = twin_of(model), []
+    for first in range(0, number, TOGETHER):
+        some = samples[first : first + TOGETHER]
+        drawn = draw_answers(twin, some, [np.zeros((1, TOKENS))] * len(some), rules)
+        found += [plan.tokenizer.decode(one.ids, skip_special_tokens=True).strip() for [one] in drawn]
+    assert found == expected and len(set(found)) > 1
