@@ -26,6 +26,7 @@ from llava_ds.runtime.gpus import GPUS, gpu_named, gpu_of_device
 
 PAGE = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
 SECTION = PAGE.split("**Against public figures.**")[1].split("\nSources:")[0]
+FIGURES = (ROOT / "tests" / "extensions" / "planning" / "public_figures.sh").read_text(encoding="utf-8")
 ROWS = [
     tuple(cell.strip() for cell in line.strip("|").split("|"))
     for line in SECTION.splitlines()
@@ -33,7 +34,7 @@ ROWS = [
 ]
 COMMANDS = [
     shlex.split(command.replace("\\\n", " "))
-    for command in re.findall(r"python run/estimate\.py ((?:.*\\\n)*.*)", SECTION)
+    for command in re.findall(r"python run/estimate\.py ((?:.*\\\n)*.*)", FIGURES)
 ]
 
 
