@@ -148,7 +148,8 @@ def log_probs(
             sums, _ = sum_by_sample(rows, micro.batch)
         # Ranks that share a pair each have a part of its sums.
         shown = list(range(len(micro.places)) if micro.numbers is None else micro.numbers)
-        records = torch.tensor([int(dataset.rows[samples[i]]) for i in micro.places], device=device)
+        numbers = [int(dataset.rows[samples[i]]) for i in micro.places]
+        records = torch.tensor(numbers, dtype=torch.int64, device=device)  # also without any
         found[records, :2] = sums[: len(sums) // 2 * 2].view(-1, 2)[shown]
         found[records, 2] = float(micro.is_counted)
     model.train()
