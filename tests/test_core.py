@@ -27,7 +27,7 @@ BARS = {
     "feature words": 61,
     "kernel files": 39,
     "kernel lines": 5725,
-    "all lines": 70561,
+    "all lines": 70562,
 }
 
 # What one reads to understand training.
