@@ -2,7 +2,7 @@
 
 FOLDER/model: a Qwen3-VL of random weights, like a published folder: transformers' class, configuration, chat template
 and processor's files. Its tokenizer is learned from the generated scenes (llava_ds/tiny), which are written if they are
-missing. An image becomes 48 x 48 pixels and 9 features, one for each place of a scene. FOLDER/sft.yaml: a mixture of
+missing. An image becomes 96 x 96 pixels and 9 features, one for each place of a scene. FOLDER/sft.yaml: a mixture of
 captions of the scenes and conversations about them. FOLDER/questions: counting questions to train, and held-out ones.
 """
 
@@ -20,7 +20,7 @@ from llava_ds.tiny.default import scenes_folder
 from llava_ds.tiny.scene_files import write_dataset
 from llava_ds.tiny.scene_splits import write_questions
 
-PATCH, MERGE, SIDE = 8, 2, 48  # pixels of a patch's side, patches of a feature's side, pixels of an image's side
+PATCH, MERGE, SIDE = 16, 2, 96  # pixels of a patch's side, patches of a feature's side, pixels of an image's side
 TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
           "<|video_pad|>")  # fmt: skip
 MIXTURE = """datasets:
@@ -28,7 +28,7 @@ MIXTURE = """datasets:
     image_folder: {scenes}
   - path: {scenes}/finetune.json
     image_folder: {scenes}
-    sampling_strategy: first:30%
+    sampling_strategy: first:20%
 """
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -97,7 +97,7 @@ def learn_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def small_config(tokenizer: PreTrainedTokenizerFast) -> AutoConfig:
-    """Return the configuration of a Qwen3-VL with 3 layers of width 96, and a tower with 3 of width 96."""
+    """Return the configuration of a Qwen3-VL with 3 layers of width 96, and a tower with 2 of width 64."""
     ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name.removesuffix('_token_id')}|>") for name in
            ("vision_start_token_id", "vision_end_token_id")}  # fmt: skip
     ids |= {f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>") for kind in ("image", "video")}
@@ -110,9 +110,9 @@ def small_config(tokenizer: PreTrainedTokenizerFast) -> AutoConfig:
                             "mrope_interleaved": True},
     }  # fmt: skip
     vision = {
-        "depth": 3, "hidden_size": 96, "intermediate_size": 256, "num_heads": 3, "patch_size": PATCH,
+        "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": PATCH,
         "spatial_merge_size": MERGE, "temporal_patch_size": 2, "num_position_embeddings": (SIDE // PATCH) ** 2,
-        "out_hidden_size": text["hidden_size"], "deepstack_visual_indexes": [1], "initializer_range": 0.05,
+        "out_hidden_size": text["hidden_size"], "deepstack_visual_indexes": [0], "initializer_range": 0.05,
     }  # fmt: skip
     return AutoConfig.for_model("qwen3_vl", text_config=text, vision_config=vision, **ids, tie_word_embeddings=True)
 
