@@ -283,6 +283,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         """Select some of the samples. name: everything that the selection depends on; draw: returns the samples in
         order."""
         part = copy.copy(self)
+        part.of_answers = dict(self.of_answers)  # a reference pass over one part leaves the others' rows empty
         part.index = self.index.part(name, draw, self.table)
         part.fingerprint = digest_of([self.fingerprint, part.index.facts["drawn"]])
         return part

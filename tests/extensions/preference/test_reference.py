@@ -48,6 +48,9 @@ def test_the_cached_reference_is_the_model_with_its_adapters_off(tmp_path: Path,
 
     cached = found()
     assert np.isfinite(cached).all()
+    rest, held_out = dataset.without_part(0.4, 0)
+    rest.of_answers["reference"] = cached
+    assert not held_out.of_answers and not dataset.of_answers
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.language_model.named_parameters():
