@@ -99,10 +99,14 @@ class Runs:
             assert shared[key] == pytest.approx(one[key], rel=LATER, abs=1e-6), (name, key)
 
     def check_reference(self, name: str) -> None:
-        """The reference's cache has one rank's name and numbers."""
-        (one,), (shared,) = (list((self.folder / of).rglob("reference-*.npy")) for of in ("cache-dpo", f"cache-{name}"))
-        assert one.name == shared.name
-        assert np.load(shared) == pytest.approx(np.load(one), rel=FIRST)
+        """The reference's caches, of the training data and of the eval set, have one rank's names and numbers."""
+        one, shared = (
+            {path.name: np.load(path) for path in (self.folder / of).rglob("reference-*.npy")}
+            for of in ("cache-dpo", f"cache-{name}")
+        )
+        assert len(one) == 2 and one.keys() == shared.keys()
+        for file, numbers in one.items():
+            assert shared[file] == pytest.approx(numbers, rel=FIRST, nan_ok=True)
 
 
 def test_losses_gradients_and_exports_are_those_of_one_rank(tmp_path):
