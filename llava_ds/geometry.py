@@ -116,6 +116,10 @@ class ImageOptions:
         """Build the options for an image or video with a size set in its record; None if unsupported."""
         return None
 
+    def without_limits(self) -> "ImageOptions":
+        """Return the options without limits of pixels, which change an image's size and not how a model sees it."""
+        return self
+
     def encoder(self) -> "type | None":
         """Class that encodes conversations for these images; None for the template encoder."""
         return None

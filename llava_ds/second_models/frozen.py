@@ -129,5 +129,6 @@ def _vocabulary_problems(own: ModelPlan, other: ModelPlan) -> list[str]:
 
 def _image_problems(own: ImageOptions, other: ImageOptions) -> list[str]:
     """Describe the image options that differ, by name."""
+    own, other = own.without_limits(), other.without_limits()
     pairs = zip(dataclasses.asdict(own).items(), dataclasses.asdict(other).values())
     return [f"{name} of images is {a}, and {b} here" for (name, a), b in pairs if a != b and name not in READING]

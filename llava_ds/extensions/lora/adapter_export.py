@@ -135,7 +135,7 @@ def write_adapter(
     tensors = lora.over_unchanged_weights(adapters, start)
     saved = [layout.of_module(module) for module in layout.saved]
     if architecture is not None:
-        parts = lora.whole_parts(export.args)
+        parts = tuple(part for part in ("projector", "vision_tower") if part in trained_parts(export.args))
         whole = {name: tensor for name, tensor in beside.items() if parts and name.startswith(parts)}
         tensors |= whole
         saved += architecture.saved_modules([layout.rename(name) for name in whole])

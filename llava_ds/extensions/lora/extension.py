@@ -82,13 +82,11 @@ class Lora(Wrap):
         layers.add_lora(model, layout, args, build.seed, start)
         if flags.lora_weight_path is not None:
             file = adapter_file(flags.lora_weight_path)
-            whole = () if plan.architecture is None else layers.whole_parts(args)  # in the same file
-            trained = {
-                name: p
-                for name, p in model.named_parameters()
-                if (p.requires_grad and layout.holds(name)) or name.partition(".")[0] in whole
-            }
-            weights = WeightFiles(file, layers.names_from_peft(model, trained))
+            named = dict(model.named_parameters())
+            weights = WeightFiles(file, layers.names_from_peft(model, named))
+            # An architecture's connector and tower are in the same file if they trained.
+            beside = weights.shapes if plan.architecture is not None else ()
+            trained = {n: p for n, p in named.items() if (p.requires_grad and layout.holds(n)) or n in beside}
             load_weights(trained, weights, build.ranks, "--lora_weight_path")
         if flags.use_dora and build.is_partitioned:
             _gather_as_one(model)

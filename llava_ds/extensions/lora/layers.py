@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from llava_ds.config.arguments import ModelArguments, trained_parts
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.engine.shards import safe_load
 from llava_ds.extensions.architecture import Architecture
@@ -75,11 +75,6 @@ def check_lora(args: ModelArguments) -> None:
             ) from error
     if own(args).lora_enable and own(args).lora_weight_path is not None and (problems := adapter_problems(args)):
         raise ConfigError("\n".join(problems))
-
-
-def whole_parts(args: ModelArguments) -> tuple[str, ...]:
-    """Return the parts that train in full beside a language model with LoRA."""
-    return tuple(part for part in ("projector", "vision_tower") if part in trained_parts(args))
 
 
 def linear_names(language_model: nn.Module) -> list[str]:

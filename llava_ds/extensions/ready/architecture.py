@@ -66,7 +66,7 @@ class ReadyArchitecture(ReadyModel):
         return ready_problems(args, kind)
 
     def sharing_problems(self, args: Arguments) -> list[str]:
-        """Return a line for every conflict with sharding the model over ranks."""
+        """Return a line for every feature that puts experts into the model."""
         return sharing_problems(args)
 
     def try_out(self, plan: ModelPlan, images: ImageOptions, cache_dir: str) -> str:

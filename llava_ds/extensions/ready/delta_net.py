@@ -144,7 +144,7 @@ def own_heads(
         head_v_dim=layer.head_v_dim,
         key_dim=key // s,
         value_dim=value // s,
-        in_proj_qkv=columns(0, 2),
+        in_proj_qkv=lambda projected: columns(0, 2)(projected).contiguous(),  # kernels want strides of whole vectors
         in_proj_z=columns(3, 3),
         in_proj_b=columns(4, 4),
         in_proj_a=columns(5, 5),

@@ -51,6 +51,15 @@ class ReadyImageOptions(TiledImageOptions):
             return replace(self, video=replace(self.video, frame=replace(self.video.frame, asked=size)))
         return None
 
+    def without_limits(self) -> ImageOptions:
+        """Return the options without limits of an image's and a frame's pixels."""
+        tiling, video = self.tiling, self.video
+        if isinstance(tiling, CellTiling):
+            tiling = replace(tiling, least=0, most=0)
+        if video is not None and isinstance(video.frame, FrameCells):
+            video = replace(video, frame=replace(video.frame, least=0, most=0))
+        return replace(self, tiling=tiling, video=video)
+
     def encoder(self) -> "type[ReadyEncoder]":
         """Return the class that encodes conversations in the processor's format."""
         from llava_ds.extensions.ready.ready_encode import ReadyEncoder

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import NamedTuple
 
+from llava_ds.constants import ConfigError
 from llava_ds.extensions.base import Extension
 from llava_ds.extensions.rl.critic import plan_critic
 from llava_ds.extensions.rl.grpo import GRPO, PolicyLoss
@@ -27,6 +28,11 @@ class Judges(NamedTuple):
 def plan_judges(draft: PlanDraft) -> Judges:
     """Open the rewards, and plan the models that judge answers."""
     args, flags = draft.args, draft.args.own["rl"]
+    if flags.vllm_server is not None and (own := draft.model.architecture) is not None:
+        raise ConfigError(
+            f"--vllm_server can't draw for {own.kind} yet, whose images it would prepare in another way: leave it out, "
+            "and the run draws by itself"
+        )
     path, of_actor = flags.reward_model_name_or_path, (draft.model, draft.images)
     opening = partial(open_rewards, flags.reward_funcs, flags.reward_weights, path is not None)
     rewards = on_every_rank(draft.ranks, opening)

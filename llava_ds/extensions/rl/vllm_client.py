@@ -28,11 +28,6 @@ class VllmServer:
     def __init__(self, url: str, folder: Path, export: ExportPlan, ranks: Ranks) -> None:
         if export.form != "hf":
             raise ConfigError("--vllm_server reads transformers' format, but transformers has no class for this model")
-        if (own := export.model.architecture) is not None:
-            raise ConfigError(
-                f"--vllm_server can't draw for {own.kind} yet, whose images it would prepare in another way: leave it "
-                "out, and the run draws by itself"
-            )
         self._url, self._folder, self._export, self._ranks = url.rstrip("/"), folder, export, ranks
 
     def push(self, engine) -> None:

@@ -15,6 +15,7 @@ from exporting import export_plan
 from extension_there import needs_extension
 from PIL import Image
 from ready_models import FAMILIES
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForImageTextToText
 
@@ -365,7 +366,16 @@ def test_adapters(family, bits, tmp_path):
     with exact_products(ready.model):
         found = ready.model(batch_of_pairs(ready))
         compare(found, -torch.cat(rows).sum(), [ready.model], [theirs])
-    args = toys.model_arguments(**ready.flags, lora_weight_path=str(tmp_path / "adapter"))
+    continued = {**ready.flags, "lora_weight_path": str(tmp_path / "adapter")}
+    for more in ({}, {"freeze_mm_mlp_adapter": True}):  # the adapter's connector, trained further or not
+        args = toys.model_arguments(**continued, **more)
+        again = build_model(plan_model(args, 512), args, STAGE_0, dtype_of(family, lora), 0, RANKS)
+        trained = {name: p for name, p in ready.model.named_parameters() if p.requires_grad}
+        assert len(trained) > 20 and all(torch.equal(p, again.get_parameter(name)) for name, p in trained.items())
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    save_file({n: t for n, t in tensors.items() if "lora_" in n}, tmp_path / "adapter" / "adapter_model.safetensors")
+    args = toys.model_arguments(**continued)  # another trainer's, without a connector: the base's is kept
     again = build_model(plan_model(args, 512), args, STAGE_0, dtype_of(family, lora), 0, RANKS)
-    trained = {name: p for name, p in ready.model.named_parameters() if p.requires_grad}
-    assert len(trained) > 20 and all(torch.equal(p, again.get_parameter(name)) for name, p in trained.items())
+    plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "base", dtype=dtype_of(family, lora))
+    weights = {tuple(p.flatten()[:4].tolist()) for p in plain.parameters()}
+    assert all(tuple(p.flatten()[:4].tolist()) in weights for p in again.projector.parameters())

@@ -28,7 +28,7 @@ from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.extensions.ready.axes import axis_positions
 from llava_ds.extensions.ready.family import media_ids
 from llava_ds.extensions.ready.known_families import family_of
-from llava_ds.extensions.ready.ready_tilings import FrameCells
+from llava_ds.extensions.ready.ready_tilings import CellTiling, FrameCells
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.layouts import MediaLayout
 from llava_ds.model.open.model_plan import read_parts
@@ -172,6 +172,16 @@ def test_ids_and_labels_are_the_processors(ready, number):
             learned |= np.append(learned[1:], False) & (coded.labels != IGNORE_INDEX)
         assert np.array_equal(coded.labels != IGNORE_INDEX, learned)
         assert np.array_equal(coded.labels[learned], coded.input_ids[learned])
+
+
+def test_limits_of_pixels_do_not_tell_models_apart(ready):
+    """As where a second model's folder has its own limits, and a flag gives the run's."""
+    _, options, _ = opened(ready[1])
+    if not isinstance(options.tiling, CellTiling):
+        assert options.without_limits() == options
+        return
+    fewer = dataclasses.replace(options, tiling=dataclasses.replace(options.tiling, most=options.tiling.most // 2))
+    assert fewer != options and fewer.without_limits() == options.without_limits()
 
 
 def with_media_ids(ids: np.ndarray, layouts: list[MediaLayout], config) -> np.ndarray:
