@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 126,
-    "imported lines": 20485,
+    "imported lines": 20489,
     "files at the end": 205,
     "lines at the end": 29845,
     "feature words": 61,
     "kernel files": 39,
     "kernel lines": 5725,
-    "all lines": 70563,
+    "all lines": 70571,
 }
 
 # What one reads to understand training.
