@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import toys
-from extension_there import AXES, needs_extension
+from extension_there import needs_extension
 from known_flags import needs
 from ready_models import FAMILIES, turn_experts, write_ready
 from safetensors.torch import load_file, save_file
@@ -106,7 +106,6 @@ def test_flags_of_llavas_own_composition_are_refused(folder):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        *(({name: 2}, f"a ready model needs .* leave --{name} 2 out") for name in AXES),
         pytest.param({"ep_size": 2}, "a ready model needs .* leave --ep_size 2 out", marks=needs("ep_size")),
         pytest.param({"moe_enable": True}, "a ready model .* leave --moe_enable True out", marks=needs("moe_enable")),
     ],
