@@ -8,7 +8,7 @@ import pytest
 import ready_models
 import torch
 from daily import few
-from extension_there import AXES, if_there
+from extension_there import if_there
 from ready_models import FAMILIES, write_ready
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
@@ -299,7 +299,7 @@ def test_ends_are_tied_as_transformers_ties_them(tmp_path):
 
 
 @pytest.mark.parametrize("planned", few(FAMILIES, DAILY), indirect=True)
-@pytest.mark.parametrize("name", [*AXES, *if_there("mixtures", ep_size=2)])
+@pytest.mark.parametrize("name", [*if_there("mixtures", ep_size=2)])
 def test_ranks_that_share_are_refused_where_the_json_says_so(planned, name):
     """The JSON's sizes are known after the folder's flags."""
     _, _, folder = planned
