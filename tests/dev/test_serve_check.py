@@ -51,7 +51,7 @@ def test_every_path_gives_the_answers(folder, tmp_path, monkeypatch, capsys):
 def test_a_path_with_another_prompt_is_named(folder, monkeypatch):
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text().replace("ASSISTANT:", "ASSISTANT: I"))
-    with pytest.raises(ConfigError, match="the answers of template, then processor are not"):
+    with pytest.raises(ConfigError, match="the answers of template, then processor differ from"):
         check(monkeypatch, folder, "--only", "template, then processor")
 
 
