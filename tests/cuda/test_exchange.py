@@ -43,7 +43,8 @@ def test_forward_and_backward_of_a_part(group, rank, family, change):
     args, text = arguments(), toys.language_model_config(family)
     samples = [sample(options, 9, [("image", ((40, 30),))]), sample(options, 30), sample(options, 14)]
     whole = collate(samples, options)
-    part, tiles = cutting.cut(whole, options, rank, RANKS)
+    layouts = [layout for one in samples for _, layout in one.media]
+    part, tiles = cutting.cut(whole, options, layouts, rank, RANKS)
     pixels = whole.pixel_values[tiles] if tiles else torch.zeros_like(whole.pixel_values[:1])
     part = dataclasses.replace(part, pixel_values=pixels)
     with gpu() as rules:
