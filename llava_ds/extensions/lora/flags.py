@@ -97,7 +97,7 @@ class Flags(ExtensionFlags):
     lora_weight_path: str | None = _lora_free(
         None,
         "Folder of an adapter to start from (peft's or LLaVA's). Its non_lora_trainables.bin, if there is one, is the "
-        "projector.",
+        "projector; a ready model's connector and tower come from the adapter's own file, if they are in it.",
         path="folder",
     )
     bits: Literal[16, 8, 4] = _lora(
