@@ -10,11 +10,9 @@ import torch
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.base_weights import Hashes
-from llava_ds.checkpoint.run_identity import RunIdentity, data_ranks, saved_identity
+from llava_ds.checkpoint.run_identity import RunIdentity, saved_identity
 from llava_ds.config.arguments import Arguments, every_flag, flags_free_on_resume
 from llava_ds.constants import ConfigError, did_you_mean
-from llava_ds.engine.ds_config.optimizer import BITSANDBYTES, SHARDED, optimizer_name
-from llava_ds.engine.shards.pieces import has_layout
 from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.files.writing import Entry
 from llava_ds.runtime.ranks import Ranks, barrier, broadcast_from_first
@@ -64,9 +62,13 @@ def saved_batch_size(args: Arguments, dp: int) -> int | None:
     saved = saved_identity(training.resume, Path(training.output_dir))
     total = saved.get("flags", {}).get("train_batch_size")
     both = {"per_device_train_batch_size", "gradient_accumulation_steps"} <= args.given
-    if total is None or data_ranks(saved) == dp or both or "train_batch_size" in args.given:
+    if total is None or both or "train_batch_size" in args.given:
         return None
-    _refuse_uneven(total, dp)
+    from llava_ds.checkpoint.comparison import data_ranks, refuse_uneven
+
+    if data_ranks(saved) == dp:
+        return None
+    refuse_uneven(total, dp)
     return total
 
 
@@ -170,18 +172,20 @@ def _compare(
             '--resume never to start again; offload_optimizer to "cpu" makes a run resumable from its start'
         )
         return _Compared(ResumePoint(), [], why)
+    from llava_ds.checkpoint.comparison import Comparison, batch_size_hint, data_ranks
     from llava_ds.checkpoint.trainer_file import read_trainer
 
     trainer = read_trainer(path)
     saved = trainer["identity"]
-    differences = identity.differences(saved)
+    comparison = Comparison(identity, saved)
+    differences = comparison.differences()
     if "data" in differences and (how := about_data(path.resolve().parent)):
         differences["data"] += f": {how}"
     refused = {name: line for name, line in differences.items() if name not in may_change}
     if refused:
         about, before = "", saved["flags"].get("train_batch_size")
         if "train_batch_size" in refused and before is not None:
-            about = "\n" + _batch_size_hint(before, data_ranks(vars(identity)))
+            about = "\n" + batch_size_hint(before, data_ranks(vars(identity)))
         why = (
             f"{path} is from a run with other settings; resuming would not give the same model:\n"
             + "\n".join(f"  {line}" for line in refused.values())
@@ -189,13 +193,10 @@ def _compare(
             f"the new ones: --allow_changed_flags {','.join(refused)}{about}"
         )
         return _Compared(ResumePoint(), [], why)
-    reshaped = identity.reshaped(saved)
-    if (saved["world_size"], saved["zero_stage"]) != (identity.world_size, identity.zero_stage):
-        why = _unfit_states(path, saved, reshaped, identity.deepspeed.get("optimizer"))
-        if why is not None:
-            return _Compared(ResumePoint(), [], why)
+    if (why := comparison.unfit_states(path)) is not None:
+        return _Compared(ResumePoint(), [], why)
     lines = [f"allowed to change: {line}" for line in differences.values()]
-    lines += [f"only rounding changes: {line}" for line in reshaped]
+    lines += [f"only rounding changes: {line}" for line in comparison.reshaped()]
     point = ResumePoint(path, trainer["step"], saved["world_size"], bool(differences))
     return _Compared(point, [*lines, f"resuming from {path}"])
 
@@ -238,46 +239,3 @@ def _permitted(allowed: str | None, known: Collection[str]) -> set[str]:
             hint = "its value does not change the result, so leave it out"
         raise ConfigError(f"--allow_changed_flags {name} is not compared on a resume: {hint}")
     return names
-
-
-def _refuse_uneven(total: int, world_size: int) -> None:
-    """Raise ConfigError if that many ranks can't divide the samples of a step."""
-    if total % world_size:
-        shares = [str(n) for n in range(1, total + 1) if total % n == 0]
-        raise ConfigError(
-            f"the checkpoint being resumed uses {total} samples per step, and {world_size} ranks can't share them "
-            f"evenly: start {', '.join(shares[:-1])} or {shares[-1]} ranks, or give --resume never to start again"
-        )
-
-
-def _batch_size_hint(total: int, world_size: int) -> str:
-    """Return the flags that keep that many samples per step."""
-    share, rest = divmod(total, world_size)
-    if rest or not share:
-        return f"{world_size} ranks can't share the {total} samples of a step evenly: start another number of ranks"
-    ways = [f"{share // n} x {n}" for n in range(1, share + 1) if share % n == 0]
-    return (
-        f"{total} samples per step on {world_size} ranks are --per_device_train_batch_size x "
-        f"--gradient_accumulation_steps = {' or '.join(ways[:6])}; or give --train_batch_size {total} instead of "
-        "--gradient_accumulation_steps"
-    )
-
-
-def _unfit_states(path: Path, saved: dict, reshaped: list[str], optimizer: dict | None) -> str | None:
-    """Return the reason why the checkpoint can't be re-sharded, or None.
-
-    saved: the checkpoint's identity; reshaped: lines about the differences; optimizer: the JSON's block.
-    """
-    where = f"start {saved['world_size']} ranks at ZeRO-{saved['zero_stage']}, or give --resume never to start again"
-    name = optimizer and optimizer_name(optimizer)
-    if name in SHARDED or name == "Muon" or name in BITSANDBYTES:
-        why = f"{name} sees shards instead of {SHARDED[name]}" if name in SHARDED else "Muon keeps whole matrices"
-        if name in BITSANDBYTES:
-            why = f"{name}'s 8-bit states have scales per block of a rank's shard"
-        return f"{path} can't be resumed: {'; '.join(reshaped)}, but {why}, so its states can't be re-sharded: {where}"
-    if not has_layout(path):
-        return (
-            f"{path} can't be resumed: {'; '.join(reshaped)}, but it was saved by an earlier version "
-            f"that did not record its sharding: {where}"
-        )
-    return None

@@ -14,6 +14,7 @@ from known_flags import needs
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.commit import TRAINER
+from llava_ds.checkpoint.comparison import Comparison
 from llava_ds.checkpoint.resume import find_resume_point, saved_batch_size
 from llava_ds.checkpoint.run_identity import RunIdentity, saved_identity
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
@@ -37,6 +38,10 @@ def run(world_size: int = 2, stage: int = 3, data: str = "data", optimizer: dict
     return RunIdentity.of(args, data, world_size, {"zero_optimization": {"stage": stage}, "optimizer": optimizer})
 
 
+def differences(now: RunIdentity, before: dict) -> dict[str, str]:
+    return Comparison(now, before).differences()
+
+
 def saved(folder: Path, step: int, of: RunIdentity, with_layout: bool = True) -> Path:
     """A checkpoint of a run with nothing of an engine in it."""
     scratch = commit.begin(folder, step, RANKS)
@@ -56,7 +61,7 @@ def test_a_model_that_brings_its_tower_has_an_identity(tmp_path):
     assert identity({"model_name_or_path": str(tmp_path / "elsewhere")}) == first
     with (tmp_path / "hf" / "config.json").open("a") as file:
         file.write("\n")
-    assert list(identity(flags).differences(vars(first))) == ["model_name_or_path"]
+    assert list(differences(identity(flags), vars(first))) == ["model_name_or_path"]
 
 
 @needs_extension("lora")
@@ -67,7 +72,7 @@ def test_the_base_under_an_adapter_belongs_to_it(tmp_path):
     assert first.flags["model_base"] is not None
     config = Path(base["model_name_or_path"]) / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 5e5}))
-    assert list(identity(flags).differences(vars(first))) == ["model_base"]
+    assert list(differences(identity(flags), vars(first))) == ["model_base"]
 
 
 def chosen(resume: str, output_dir: Path) -> object:
@@ -127,8 +132,8 @@ def test_where_the_loss_depends_on_the_layout_another_size_is_another_run(tmp_pa
 def test_ranks_that_share_samples_or_experts_change_no_routers_loss():
     before = vars(run(world_size=2, router_aux_loss_coef=0.01))
     for flag in AXES:
-        assert not run(world_size=4, router_aux_loss_coef=0.01, **{flag: 2}).differences(before)
-    assert not run(world_size=2, ep_size=2, router_aux_loss_coef=0.01).differences(before)
+        assert not differences(run(world_size=4, router_aux_loss_coef=0.01, **{flag: 2}), before)
+    assert not differences(run(world_size=2, ep_size=2, router_aux_loss_coef=0.01), before)
 
 
 @pytest.mark.parametrize(
@@ -141,11 +146,11 @@ def test_ranks_that_share_samples_or_experts_change_no_routers_loss():
 )
 def test_an_order_that_depends_on_the_layout_makes_another_of_it_another_run(order, flag, other):
     before = vars(run(**{order: True, flag: 1, other: 2}))
-    assert list(run(**{order: True, flag: 2, other: 2}).differences(before)) == [flag]
+    assert list(differences(run(**{order: True, flag: 2, other: 2}), before)) == [flag]
     now = run(**{order: True, flag: 1, other: 1})
-    assert not now.differences(before) and any(other in line for line in now.reshaped(before))
+    assert not differences(now, before) and any(other in line for line in Comparison(now, before).reshaped())
     plain = vars(run(**{flag: 1}))
-    assert not run(**{flag: 2}).differences(plain)
+    assert not differences(run(**{flag: 2}), plain)
 
 
 def test_a_changed_flag_is_refused_with_both_values_until_it_is_allowed(tmp_path):
@@ -256,23 +261,23 @@ def test_variables_of_the_chat_template_count_by_their_values(tmp_path):
     off = run(chat_template_kwargs='{"enable_thinking": false, "effort": "low"}')
     saved(tmp_path, 2, off)
     before = saved_identity("auto", tmp_path)
-    assert not run(chat_template_kwargs='{"effort":"low","enable_thinking":false}').differences(before)
+    assert not differences(run(chat_template_kwargs='{"effort":"low","enable_thinking":false}'), before)
     for other in ('{"enable_thinking": true, "effort": "low"}', '{"enable_thinking": false}', None):
-        assert list(run(chat_template_kwargs=other).differences(before)) == ["chat_template_kwargs"]
-    assert list(off.differences(vars(run()))) == ["chat_template_kwargs"]
+        assert list(differences(run(chat_template_kwargs=other), before)) == ["chat_template_kwargs"]
+    assert list(differences(off, vars(run()))) == ["chat_template_kwargs"]
 
 
 def test_more_rows_are_another_run():
     """A checkpoint has the shapes of its own embedding."""
     grown = run(resize_token_embeddings=True, pad_embeddings_to_multiple_of=64)
-    changes = list(run().differences(vars(grown)))
+    changes = list(differences(run(), vars(grown)))
     assert changes == ["resize_token_embeddings", "pad_embeddings_to_multiple_of"]
-    assert list(grown.differences(vars(run(resize_token_embeddings=True)))) == ["pad_embeddings_to_multiple_of"]
+    assert list(differences(grown, vars(run(resize_token_embeddings=True)))) == ["pad_embeddings_to_multiple_of"]
     before = {
         **vars(run()),
         "flags": {k: v for k, v in run().flags.items() if k not in changes},
     }  # of an earlier version
-    assert not run().differences(before) and list(grown.differences(before)) == changes
+    assert not differences(run(), before) and list(differences(grown, before)) == changes
 
 
 @needs("lora_enable")
@@ -281,11 +286,11 @@ def test_a_flag_that_is_left_out_at_a_resume_is_a_difference(tmp_path):
     absent = ("lora_enable", "lora_r")
     now = dataclasses.replace(run(), flags={k: v for k, v in run().flags.items() if k not in absent})
     before = vars(run(lora_enable=True))
-    assert now.differences(before) == {"lora_enable": "--lora_enable is False, was True"}
-    assert dataclasses.replace(now, flags={**now.flags, "lora_enable": True}).differences(before) == {}
-    assert not now.differences(vars(run()))
+    assert differences(now, before) == {"lora_enable": "--lora_enable is False, was True"}
+    assert differences(dataclasses.replace(now, flags={**now.flags, "lora_enable": True}), before) == {}
+    assert not differences(now, vars(run()))
     unknown = {**before, "flags": {**vars(run())["flags"], "of_an_earlier_version": 3, "output_dir": "elsewhere"}}
-    assert not now.differences(unknown)  # and flags that a resume may change since
+    assert not differences(now, unknown)  # and flags that a resume may change since
     saved(tmp_path, 3, run(lora_enable=True))
     with pytest.raises(ConfigError, match="--lora_enable is False, was True"):
         find_resume_point("auto", tmp_path, now)

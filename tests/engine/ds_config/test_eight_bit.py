@@ -3,8 +3,9 @@
 import pytest
 from ds_json import arguments, refused, resolve
 
+from llava_ds.checkpoint.comparison import Comparison
 from llava_ds.checkpoint.reshard import WHOLE
-from llava_ds.checkpoint.resume import _unfit_states
+from llava_ds.checkpoint.run_identity import RunIdentity
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config import optimizer_block
 from llava_ds.engine.ds_config.optimizer import num_moments
@@ -111,10 +112,13 @@ def test_without_bitsandbytes_the_extra_is_named(monkeypatch):
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW8bit"])
 def test_states_are_not_brought_to_another_number_of_ranks(name, tmp_path):
-    saved, lines = {"world_size": 4, "zero_stage": 2}, ["2 ranks instead of 4"]
+    flags = dict.fromkeys(("group_by_length", "group_by_modality_length_auto", "group_by_varlen"), False)
+    flags |= {"loss_reduction": "token", "steps_across_epochs": False}
+    run = RunIdentity(flags, "data", 2, 2, {"optimizer": {"type": name}})
+    saved = {"flags": flags, "data": "data", "world_size": 4, "zero_stage": 2, "deepspeed": run.deepspeed}
     reason = f"{name}'s 8-bit states have scales per block of a rank's shard, so its states can't be re-sharded"
-    assert _unfit_states(tmp_path, saved, lines, {"type": name}) == (
-        f"{tmp_path} can't be resumed: 2 ranks instead of 4, but {reason}: start 4 ranks at ZeRO-2, or give --resume "
+    assert Comparison(run, saved).unfit_states(tmp_path) == (
+        f"{tmp_path} can't be resumed: world_size is 2, was 4, but {reason}: start 4 ranks at ZeRO-2, or give --resume "
         "never to start again"
     )
     assert "scales per block" in WHOLE[name]

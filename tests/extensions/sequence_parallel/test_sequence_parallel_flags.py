@@ -10,7 +10,7 @@ from ds_json import arguments as flags_of
 from extension_there import if_there, needs_extension
 from transformers import AutoConfig
 
-from llava_ds.checkpoint.run_identity import data_ranks
+from llava_ds.checkpoint.comparison import data_ranks
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.parallel import check_model, with_axes
