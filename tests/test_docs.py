@@ -19,7 +19,8 @@ from llava_ds.checkpoint import base_weights as sources
 from llava_ds.checkpoint.resume import RUN_FILES
 from llava_ds.config.arguments import every_section
 from llava_ds.config.bounds import MOST, bounds_of
-from llava_ds.config.other_trainers import ELSEWHERE, WITHOUT_EFFECT, by_name
+from llava_ds.config.other_names import ELSEWHERE, by_name
+from llava_ds.config.other_trainers import WITHOUT_EFFECT
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.active import flags_class

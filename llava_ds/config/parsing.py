@@ -11,10 +11,10 @@ from pathlib import Path
 
 from llava_ds.config.arguments import SECTIONS, Arguments, declared_by, loaded, traits_of
 from llava_ds.config.bounds import bounds_of, in_a_line
-from llava_ds.config.flags import GROUPS, Flag
+from llava_ds.config.flags import Flag
 from llava_ds.config.hf_argparser import HfArgumentParser, string_to_bool
 from llava_ds.config.model_flags import tower_folders
-from llava_ds.config.other_trainers import CHECKPOINTING, WITHOUT_EFFECT, unknown_flags, without_effect
+from llava_ds.config.other_trainers import CHECKPOINTING, WITHOUT_EFFECT, without_effect
 from llava_ds.config.recipes import read_recipe, recipe_of
 from llava_ds.config.rules import CHOOSE_DS_CONFIG, is_installed, problems_of, switched_off
 from llava_ds.config.shipped import DS_CONFIGS, RECIPES, found
@@ -25,13 +25,11 @@ from llava_ds.constants import (
     EXIT_STOPPED,
     ConfigError,
     FlagProblems,
-    did_you_mean,
     in_short,
 )
 from llava_ds.extensions.active import asked_for, flags_class, owners
 from llava_ds.extensions.table import EXTENSIONS, Trigger
 
-FEW_CHOICES = 5  # most choices shown after a flag in --help
 KINDS = {int: "not a whole number", float: "not a number", string_to_bool: "neither True nor False"}
 
 
@@ -74,42 +72,10 @@ class _Parser(HfArgumentParser):
         """Do nothing: _get_value has checked it."""
 
     def format_help(self, topic: str | None = None) -> str:
-        """Format the flags by group, each spelled once: hyphens also work, and --no_<name> for flags that are true.
+        """Format the flags by group. topic: see help_text."""
+        from llava_ds.config.help_text import help_text
 
-        topic: an extension, for its flags alone; all, for the core and every extension; None for the core, and a line
-        for each extension. Raises ConfigError for any other topic.
-        """
-        if topic not in (None, "all", *EXTENSIONS):
-            known = f"give all, or an extension: {', '.join(EXTENSIONS)}"
-            raise ConfigError(f"--help {topic}: unknown extension: {did_you_mean(topic, EXTENSIONS, known)}")
-        formatter = _HelpFormatter(self.prog)
-        formatter.add_usage(f"{self.prog} [--recipe FILE] [--name value ...]", [], [])
-        formatter.add_text(self.description)
-        actions: dict[tuple, argparse.Action] = {}
-        for action in self._actions:  # the first of --name and --no_name; each of a name in several extensions
-            actions.setdefault((action.dest, action.flag and action.flag.group), action)
-        titles = {name: f"{name}: {trigger.title}" for name, trigger in EXTENSIONS.items()}
-        titles = {topic: titles[topic]} if topic in titles else {**GROUPS, **(titles if topic == "all" else {})}
-        sections = {
-            title: [action for action in actions.values() if action.flag and action.flag.group == group]
-            for group, title in titles.items()
-        }
-        if topic not in EXTENSIONS:
-            sections[GROUPS["run"]].append(actions["help", None])
-            sections["accepted without effect, for LLaVA's scripts"] = [actions[name, None] for name in WITHOUT_EFFECT]
-        for title, members in sections.items():
-            formatter.start_section(title)
-            formatter.add_arguments(members)
-            formatter.end_section()
-        if topic is None:
-            formatter.start_section("extensions (--help NAME shows one's flags, --help all shows all)")
-            formatter.add_arguments(
-                [argparse.Action([], name, help=each.title, metavar=name) for name, each in EXTENSIONS.items()]
-            )
-            formatter.end_section()
-        if topic not in EXTENSIONS:
-            formatter.add_text(self.epilog)
-        return formatter.format_help()
+        return help_text(self, topic)
 
     def add_values(self, trigger: Trigger) -> None:
         """Add an extension's values to the flags of the core."""
@@ -144,27 +110,6 @@ class _Help(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, topic: str | None, *_: object) -> None:
         parser._print_message(build_parser().format_help(topic), sys.stdout)
         parser.exit()
-
-
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Spells a flag once, with a word for its kind."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        if not action.option_strings:
-            return str(action.metavar)
-        names = [name for name in action.option_strings if "-" not in name.lstrip("-")]
-        if action.nargs == 0:
-            return ", ".join(names)
-        words = {int: "N", float: "X", string_to_bool: "True|False"}
-        kind = "PATH" if action.flag and action.flag.path else words.get(action.type, "TEXT")
-        if action.choices is not None:
-            kind = "{" + ",".join(map(str, action.choices)) + "}" if len(action.choices) <= FEW_CHOICES else "NAME"
-        return f"{', '.join(names)} {f'[{kind}]' if action.nargs in ('?', '*') else kind}"
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help if action.default in (None, False) else super()._get_help_string(action)
-        many = action.choices is not None and len(action.choices) > FEW_CHOICES
-        return f"{text} One of {', '.join(map(str, action.choices))}." if many else text
 
 
 def build_parser(extensions: Iterable[str] = EXTENSIONS) -> HfArgumentParser:
@@ -266,6 +211,8 @@ def _parsed(
     )
     options = {option: action for action in parser._actions for option in action.option_strings}
     if unknown:
+        from llava_ds.config.other_names import unknown_flags
+
         every = {option: action for action in build_parser()._actions for option in action.option_strings}
         known = {option: action for option, action in every.items() if option.startswith("--")}
         wrong += unknown_flags(unknown, known | dict.fromkeys(own_flags))

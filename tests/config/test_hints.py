@@ -2,7 +2,7 @@
 
 import pytest
 
-from llava_ds.config.other_trainers import unknown_flags
+from llava_ds.config.other_names import unknown_flags
 from llava_ds.config.parsing import build_parser
 from llava_ds.constants import did_you_mean, nearest_name
 
