@@ -20,14 +20,14 @@ PACKAGES = ("llava_ds", "run")
 SLACK = 0.01
 
 BARS = {
-    "imported files": 126,
-    "imported lines": 20489,
+    "imported files": 123,
+    "imported lines": 19716,
     "files at the end": 205,
     "lines at the end": 29845,
-    "feature words": 61,
+    "feature words": 59,
     "kernel files": 39,
     "kernel lines": 5725,
-    "all lines": 70571,
+    "all lines": 70604,
 }
 
 # What one reads to understand training.
