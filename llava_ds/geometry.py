@@ -10,14 +10,15 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from llava_ds.boxes import LLAVA_BOXES, BoxFormat, CoordinateFrame, coordinate_units
-from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments
+from llava_ds.config.arguments import DataArguments, ModelArguments
 from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError, DataError, in_short
 from llava_ds.layouts import ImageText, MediaLayout
-from llava_ds.tilings import AskedSize, Cut, FlexTiling, Tiling
-from llava_ds.videos import Clip, Footage, FrameChoice, VideoRule, used_frames
+from llava_ds.tilings import AskedSize, Cut, Tiling
 
 if TYPE_CHECKING:
     import torch
+
+    from llava_ds.videos import Clip, Footage, FrameChoice, VideoRule
 
 Size = tuple[int, int]  # width, height
 
@@ -90,7 +91,7 @@ class ImageOptions:
     short_side: int | None = None
     square_resample: int = BICUBIC
     value_range: str | None = None
-    clip: Clip | None = dataclasses.field(default=None, repr=False)
+    clip: "Clip | None" = dataclasses.field(default=None, repr=False)
 
     @property
     def tiling(self) -> Tiling | None:
@@ -98,7 +99,7 @@ class ImageOptions:
         return None
 
     @property
-    def video(self) -> VideoRule | None:
+    def video(self) -> "VideoRule | None":
         """Rule for an architecture's own videos; None for LLaVA's, and for models without video."""
         return None
 
@@ -141,8 +142,10 @@ class ImageOptions:
         return {}
 
     @property
-    def frame_choice(self) -> FrameChoice:
+    def frame_choice(self) -> "FrameChoice":
         """Rule that selects the frames of a video."""
+        from llava_ds.videos import FrameChoice
+
         return FrameChoice(self.video_fps, self.frames_upbound, self.force_sample, self.clip)
 
     @property
@@ -204,52 +207,6 @@ class TiledImageOptions(ImageOptions):
 
     tiling: Tiling | None = None
     resample: int = BICUBIC
-
-
-@dataclass(frozen=True)
-class NativeImageOptions(TiledImageOptions):
-    """Options of images in their own shape, for --mm_native_resolution; tiles are cells."""
-
-    def tower_inputs(self, layouts: Sequence[MediaLayout]) -> dict[str, object]:
-        """Return shapes (patches down and across of each image), cu_seqlens (images + 1,) int32 (start offsets of the
-        images' patches), and max_seqlen (most patches of an image)."""
-        import torch
-
-        merge, cells = self.tiling.merge, [layout.cells for layout in layouts] or [(1, 1)]  # for the blank tile
-        shapes = tuple((down * merge, across * merge) for across, down in cells)
-        lengths = torch.tensor([0, *(down * across for down, across in shapes)])
-        return {"shapes": shapes, "cu_seqlens": lengths.cumsum(0).to(torch.int32), "max_seqlen": int(lengths.max())}
-
-
-def native_options(args: Arguments, spec: ImageSpec, tiling: FlexTiling) -> NativeImageOptions:
-    """Build image options for images in their own shape. Raises ConfigError for flags that change the shape."""
-    model, data, most = args.model, args.data, tiling.most
-    if data.max_pixels is not None:
-        most = data.max_pixels // tiling.side**2
-    others = {
-        f"--image_aspect_ratio {data.image_aspect_ratio}": data.image_aspect_ratio != "square",
-        f"--mm_patch_merge_type {model.mm_patch_merge_type}": model.mm_patch_merge_type != "flat",
-        f"--fast_image_decoding {data.fast_image_decoding}": data.fast_image_decoding,
-        f"--min_pixels {data.min_pixels}": data.min_pixels is not None,
-        f"--max_pixels {data.max_pixels}": most < 1,
-        f"--video_min_pixels {data.video_min_pixels}": data.video_min_pixels is not None,
-        f"--video_max_pixels {data.video_max_pixels}": data.video_max_pixels is not None,
-    }
-    if problems := [flag for flag, is_other in others.items() if is_other]:
-        raise ConfigError(
-            f"--mm_native_resolution True with {', '.join(problems)}: every image keeps its own shape, with at most "
-            f"--max_pixels, {tiling.side**2} or more: leave the others out"
-        )
-    tiling = dataclasses.replace(tiling, most=most)
-    return NativeImageOptions(
-        spec.size,
-        spec.patch_size,
-        spec.mean,
-        max_pixels=data.max_image_pixels,
-        value_range=data.image_value_range,
-        tiling=tiling,
-        resample=spec.resample,
-    )
 
 
 def image_options(model: ModelArguments, data: DataArguments, spec: ImageSpec) -> ImageOptions:
@@ -420,7 +377,7 @@ def media_layout(
     sizes: tuple[Size, ...],
     num_media: int,
     options: ImageOptions,
-    footage: Footage | None = None,
+    footage: "Footage | None" = None,
 ) -> MediaLayout:
     """Compute the layout of one image (a size) or video (a size per frame). num_media: images and videos of the sample.
 
@@ -485,13 +442,15 @@ def tiled_cut(kind: str, sizes: tuple[Size, ...], options: ImageOptions) -> Cut:
     return options.video.cut(sizes[0], len(sizes))
 
 
-def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions, footage: Footage | None) -> MediaLayout:
+def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions, footage: "Footage | None") -> MediaLayout:
     """Compute the layout of an image or video that a tiling cuts: all features of its tiles, in order."""
     tiling = options.tiling
     cut, written = tiled_cut(kind, sizes, options), None
     n, side, moments = cut.num_tiles, options.side, 1
     seconds, interval = 0.0, 1.0
     if kind != "image":
+        from llava_ds.videos import used_frames
+
         first, last = (0, footage.num_frames - 1) if options.clip is None else options.clip.span(footage)
         indices = used_frames(kind, footage, options.frame_choice)
         assert len(indices) == len(sizes)

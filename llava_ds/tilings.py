@@ -3,9 +3,8 @@
 A tiling computes the tiles of an image from its size, so that lengths are known without decoding.
 """
 
-import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 Size = tuple[int, int]  # width, height
 
@@ -74,42 +73,3 @@ class Grid(NamedTuple):
     down: int
     moments: int = 1
     interval: float = 1.0
-
-
-@dataclass(frozen=True)
-class FlexTiling:
-    """Cells of SigLIP 2 NaFlex: the image in its own shape, with as many cells as allowed, one feature each.
-
-    side: of a cell in pixels; merge: patches along a side; most: cells of an image.
-    Source: transformers' Siglip2ImageProcessor, whose cells are single patches.
-    """
-
-    image_token: ClassVar[None] = None
-    placeholder: ClassVar[None] = None
-    takes_whole_images: ClassVar[bool] = True
-
-    side: int
-    merge: int
-    most: int
-
-    window: ClassVar[None] = None  # all patches of an image attend to each other
-
-    def cut(self, size: Size) -> Cut:
-        """Compute the cells of an image."""
-        least, largest = _FLEX_STEP / 10, 100.0  # bounds for the scale search
-        while largest - least >= _FLEX_STEP:
-            scale = (least + largest) / 2
-            across, down = self._cells(size, scale)
-            if across * down <= self.most:
-                least = scale
-            else:
-                largest = scale
-        across, down = self._cells(size, least)
-        return Cut(((across * self.side, down * self.side),), (across, down))
-
-    def _cells(self, size: Size, scale: float) -> tuple[int, int]:
-        width, height = (max(1, math.ceil(length * scale / self.side)) for length in size)
-        return width, height
-
-
-_FLEX_STEP = 1e-5

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -14,11 +15,12 @@ from llava_ds.boxes import Numbers
 from llava_ds.data import token_runs
 from llava_ds.data.cache import RowTable
 from llava_ds.data.fingerprint import DEEP
-from llava_ds.data.images.decode import footage
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.seen_files import COLUMNS
 from llava_ds.layouts import MediaLayout
-from llava_ds.videos import Footage
+
+if TYPE_CHECKING:
+    from llava_ds.videos import Footage
 
 _NAMES_AND_NUMBERS = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*")
 
@@ -81,12 +83,14 @@ class SizedMedia:
     media: Media
     sizes: tuple[tuple[int, int], ...]
     boxes: tuple[Numbers, ...] = ()
-    footage: Footage | None = None
+    footage: "Footage | None" = None
     deep: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, media: Media, options: geometry.ImageOptions) -> "SizedMedia":
         """Read the headers of the files. Raises DataError as probe does."""
+        from llava_ds.data.images.headers import footage
+
         notes: list[str] = []
         found, sizes = footage(media, options, notes)
         return cls(media, sizes, footage=found, deep=tuple(notes))
@@ -120,11 +124,17 @@ def media_from_text(text: str) -> tuple[SizedMedia, ...]:
             Media(kind, tuple(FileRef(*ref) for ref in refs), _settings_in(rest)),
             tuple(tuple(size) for size in sizes),
             tuple(tuple(numbers) for more in rest for numbers in more.get("boxes", ())),
-            next((Footage(*more["footage"]) for more in rest if "footage" in more), None),
+            next((_footage(*more["footage"]) for more in rest if "footage" in more), None),
             tuple(text for more in rest for text in more.get(DEEP, ())),
         )
         for kind, refs, sizes, *rest in json.loads(text)
     )
+
+
+def _footage(num_frames: int, rate: float) -> "Footage":
+    from llava_ds.videos import Footage
+
+    return Footage(num_frames, rate)
 
 
 def _settings_in(rest: list[dict]) -> tuple[tuple[str, float], ...]:

@@ -4,7 +4,7 @@
 import copy
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -15,12 +15,14 @@ from transformers import PreTrainedConfig
 from llava_ds.batch import Inputs
 from llava_ds.config.arguments import Arguments, ModelArguments
 from llava_ds.extensions.architecture import Architecture
-from llava_ds.geometry import ImageOptions, ImageSpec, image_options, native_options
+from llava_ds.geometry import ImageOptions, ImageSpec, image_options
 from llava_ds.model import attention
 from llava_ds.model.families.towers import tower_family
 from llava_ds.model.open.names import SECOND_TOWER, runs_in_tower
 from llava_ds.model.projector import Projector, build_projector
-from llava_ds.tilings import FlexTiling
+
+if TYPE_CHECKING:
+    from llava_ds.model.open.any_shape import FlexTiling
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class TowerPlan:
     select_layer: int
     scales: tuple[int, ...] = ()
     stride: int = 1
-    cells: FlexTiling | None = None
+    cells: "FlexTiling | None" = None
     second: "TowerPlan | None" = None
     architecture: ClassVar[Architecture | None] = None
     has_image_blocks: ClassVar[bool] = False  # tokens of an image see each other in the language model
@@ -47,6 +49,8 @@ class TowerPlan:
     def image_options(self, args: Arguments) -> ImageOptions:
         """Return the image preprocessing for this tower and flags. Raises ConfigError for flags that don't fit it."""
         if self.cells is not None:
+            from llava_ds.model.open.any_shape import native_options
+
             return native_options(args, self.images, self.cells)
         return image_options(args.model, args.data, self.images)
 

@@ -17,8 +17,9 @@ from llava_ds.config.bounds import range_of_values
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.fingerprint import options_part
-from llava_ds.data.images.decode import load_image, load_media, probe
+from llava_ds.data.images.decode import load_image, load_media
 from llava_ds.data.images.deep_images import deep_images_line
+from llava_ds.data.images.headers import probe
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.geometry import ImageOptions, media_layout
 

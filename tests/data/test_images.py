@@ -24,7 +24,8 @@ from transformers import (
 from llava_ds.constants import DataError
 from llava_ds.data.images import decode as images_module
 from llava_ds.data.images import resize as resize_module
-from llava_ds.data.images.decode import load_image, load_media, probe, to_rgb
+from llava_ds.data.images.decode import load_image, load_media, to_rgb
+from llava_ds.data.images.headers import probe
 from llava_ds.data.images.resize import to_tile
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.geometry import ImageOptions, Size, media_layout, parse_pinpoints

@@ -10,7 +10,8 @@ import pytest
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.images import video
-from llava_ds.data.images.decode import load_media, probe
+from llava_ds.data.images.decode import load_media
+from llava_ds.data.images.headers import probe
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.videos import video_frames

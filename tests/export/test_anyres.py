@@ -13,7 +13,8 @@ from transformers import AutoProcessor, LlavaNextForConditionalGeneration
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample, collate
-from llava_ds.data.images.decode import load_image, load_media, probe
+from llava_ds.data.images.decode import load_image, load_media
+from llava_ds.data.images.headers import probe
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.templates import Message, render_prompt
 from llava_ds.engine.construct import build_model

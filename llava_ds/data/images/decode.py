@@ -20,7 +20,6 @@ from llava_ds.data.sample import FileRef, Media
 from llava_ds.geometry import ImageOptions, Size, TiledImageOptions
 from llava_ds.layouts import MediaLayout
 from llava_ds.tilings import Cut
-from llava_ds.videos import Footage, even_frames, video_frames
 
 # Raster formats whose decoders run no program and open no other file. Not ICO: it hides images of other sizes.
 FORMATS = (
@@ -31,7 +30,6 @@ _PADDED_TIMES = 8  # padded images may have this many times the pixel bound: som
 _HEADER_BYTES = 8 << 20  # allowance for data before the pixels: profiles, thumbnails, other metadata
 _BYTES_PER_PIXEL = 16  # four floats; compressed formats have fewer
 _ORIENTATION = 0x0112  # the EXIF tag
-_WIDE_FORMATS = ("PNG", "TIFF", "PPM")  # may have colours of 16 bits a channel
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -48,63 +46,6 @@ def _videos() -> ModuleType:
     from llava_ds.data.images import video
 
     return video
-
-
-def probe(media: Media, options: ImageOptions, notes: list[str] | None = None) -> tuple[Size, ...]:
-    """Read upright (width, height) of an image, or of every used frame of a video, from headers only.
-
-    notes: list that collects lines about images that use little of their range (this decodes images of more than 8 bits
-    a value); None skips the check.
-
-    Raises DataError for files that are not images or are too large, as stored or resized, and ConfigError for a video
-    file if the extra that decodes it is missing.
-    """
-    options = media.apply_settings(options)
-    if media.kind == "video":
-        return _videos().probe(media.refs[0], options)
-    sizes = []
-    for ref in used_files(media, options):
-        with _opened(ref, options.max_pixels) as (image, _, size):
-            sizes.append(size)
-            if notes is not None and _is_wide(image):
-                from llava_ds.data.images.deep_images import described
-
-                _decode(ref, image)
-                if text := described(image, options.value_range):
-                    part = f" (at byte {ref.offset:,})" if ref.num_bytes >= 0 else ""
-                    notes.append(f"{ref.path}{part}, {text}")
-        if options.tiling is None:
-            _check_resized(ref, size, _aspect_ratio(media, options), options)
-        elif media.kind == "image":
-            _check_steps(ref, size, options.tiling.cut(size).steps, options)
-    return tuple(sizes)
-
-
-def footage(
-    media: Media, options: ImageOptions, notes: list[str] | None = None
-) -> tuple[Footage | None, tuple[Size, ...]]:
-    """Return the footage of a video if the options have a frame rule (otherwise None), and sizes as probe does. notes:
-    as in probe.
-
-    Frames given as images have --video_fps, unless their part of a message gives a rate.
-    """
-    if media.kind == "image" or options.video is None:
-        return None, probe(media, options, notes)
-    options = media.apply_settings(options)
-    if media.kind == "frames":
-        rate = None if options.clip is None else options.clip.rate
-        found, sizes = Footage(len(media.refs), rate or options.video_fps), probe(media, options, notes)
-    else:
-        found, size = _videos().footage(media.refs[0], options)
-        sizes = (size,) * len(video_frames(*found, options.frame_choice))
-    _check_steps(media.refs[0], sizes[0], geometry.tiled_cut(media.kind, sizes, options).steps, options)
-    return found, sizes
-
-
-def image_size(ref: FileRef) -> Size:
-    """Read upright (width, height) of an image from its header. Raises DataError for a file that is not an image."""
-    with _opened(ref, MAX_IMAGE_PIXELS) as (_, _, size):
-        return size
 
 
 def load_media(
@@ -126,11 +67,11 @@ def load_media(
         return tiles if wanted is None else tiles[list(wanted)]
     if media.kind == "video":
         frames = _videos().frames(media.refs[0], sizes, options)
-        ratio = _aspect_ratio(media, options)
+        ratio = aspect_ratio_of(media, options)
         shown = [frame for i, frame in enumerate(frames) if wanted is None or i in wanted]
         return torch.stack([to_tile(frame, ratio, options) for frame in shown])
     tiles = []
-    aspect_ratio = _aspect_ratio(media, options)
+    aspect_ratio = aspect_ratio_of(media, options)
     tiled = media.kind == "image" and layout.num_tiles > 1
     for i, (ref, expected) in enumerate(zip(used_files(media, options), sizes, strict=True)):
         if not tiled and wanted is not None and i not in wanted:
@@ -140,7 +81,7 @@ def load_media(
         if tiled:
             tiles += cut_tiles(image, expected, pinpoint, options.size, options.fast_decoding)
         else:
-            _check_resized(ref, image.size, aspect_ratio, options)  # the file may have changed since it was probed
+            check_resized(ref, image.size, aspect_ratio, options)  # the file may have changed since it was probed
             tiles.append(to_tile(image, aspect_ratio, options))
     return torch.stack(tiles if wanted is None or not tiled else [tiles[i] for i in wanted])
 
@@ -200,17 +141,6 @@ def is_deep(image: Image.Image) -> bool:
     return image.mode.startswith(("I", "F"))
 
 
-def _is_wide(image: Image.Image) -> bool:
-    """True for an undecoded image of more than 8 bits a value: a deep image, or one of 16 bits a channel (Pillow reads
-    only the upper 8)."""
-    if is_deep(image):
-        return True
-    if image.format not in _WIDE_FORMATS or not image.tile:
-        return False
-    raw = image.tile[0][3]
-    return ";16" in (raw if isinstance(raw, str) else str(raw and raw[0]))
-
-
 def to_rgb(image: Image.Image, value_range: str | None = None) -> Image.Image:
     """Convert an image to RGB, with white for transparent parts. value_range: as in ImageOptions."""
     if is_deep(image):
@@ -228,7 +158,7 @@ def to_rgb(image: Image.Image, value_range: str | None = None) -> Image.Image:
 
 
 @contextlib.contextmanager
-def _opened(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, Size]]:
+def opened_image(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, Size]]:
     """Open an image and read its header. Yields the image, its EXIF orientation, and its upright size.
 
     Any error of the image, including in the block, becomes a DataError with its path.
@@ -283,19 +213,19 @@ def _load(ref: FileRef, options: ImageOptions, expected: Size | None = None) -> 
 
 
 def _decoded(ref: FileRef, max_pixels: int, value_range: str | None, expected: Size | None = None) -> Image.Image:
-    with _opened(ref, max_pixels) as (image, turn, size):
+    with opened_image(ref, max_pixels) as (image, turn, size):
         if expected is not None and size != expected:
             raise FileChanged(
                 f"{ref.path} has {size[0]} x {size[1]} pixels, but had {expected[0]} x {expected[1]} when the data "
                 "was checked: it was changed since; start again to have it checked"
             )
-        _decode(ref, image)
+        decode_pixels(ref, image)
         shown = to_rgb(image, value_range)
         return shown.transpose(_TURNS[turn]) if turn in _TURNS else shown
 
 
-def _decode(ref: FileRef, image: Image.Image) -> None:
-    """Decode an opened image. Raises DataError if its size differs from the header's."""
+def decode_pixels(ref: FileRef, image: Image.Image) -> None:
+    """Decode an image of opened_image. Raises DataError if its size differs from the header's."""
     stored = image.size
     image.load()
     if image.size != stored:
@@ -329,17 +259,19 @@ def used_files(media: Media, options: ImageOptions) -> list[FileRef]:
     """The files to load: all, or at most --frames_upbound frames."""
     if media.kind != "frames":
         return list(media.refs)
+    from llava_ds.videos import even_frames
+
     return [media.refs[i] for i in even_frames(len(media.refs), options.frames_upbound)]
 
 
-def _aspect_ratio(media: Media, options: ImageOptions) -> str:
+def aspect_ratio_of(media: Media, options: ImageOptions) -> str:
     """How to make one tile of an image. Frames are never padded, as in LLaVA-NeXT."""
     if media.kind == "image" and (options.is_anyres or options.aspect_ratio == "pad"):
         return "pad"
     return "stretch" if options.stretch else "square"
 
 
-def _check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: ImageOptions) -> None:
+def check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: ImageOptions) -> None:
     """Refuse an image so narrow that some step of resizing would give far more pixels than the bound."""
     if aspect_ratio == "pad":
         padded = max(size) * size[1]  # resized in bands: takes time, but no memory
@@ -350,15 +282,6 @@ def _check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: ImageOp
     resized = stretched if aspect_ratio == "stretch" else geometry.resized_size(*size, options.scaled_side)
     if resized[0] * resized[1] > options.max_pixels:
         raise DataError(f"{ref.path}: {too_narrow(size, resized)}")
-
-
-def _check_steps(ref: FileRef, size: Size, steps: tuple[Size, ...], options: ImageOptions) -> None:
-    """Refuse an image whose resizing exceeds the pixel bound, including after resizing the width only."""
-    before = (size, *steps)
-    if any(max(width * h, width * height) > options.max_pixels for (_, h), (width, height) in zip(before, steps)):
-        raise DataError(
-            f"{ref.path}: an image of {size[0]} x {size[1]} would be resized to too many pixels: leave it out"
-        )
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.data.images.decode import image_size
+from llava_ds.data.images.headers import image_size
 from llava_ds.data.sample import Media
 from llava_ds.data.sources.options import short
 from llava_ds.extensions.benchmarks.answer_rules import FORMULAS

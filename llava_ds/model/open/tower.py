@@ -16,7 +16,6 @@ from llava_ds.geometry import BICUBIC, FILTERS, ImageSpec
 from llava_ds.model.families.towers import PAIRS, TOWERS, tower_family
 from llava_ds.model.projector import feature_stride, square_stride
 from llava_ds.model.vision import TowerPlan, num_running_layers, side_of
-from llava_ds.tilings import FlexTiling
 
 MAX_SIDE = 4096  # largest side in pixels that an image processor may choose
 
@@ -116,6 +115,8 @@ def _plan_in_any_shape(config: PreTrainedConfig, processor: dict, where: str, ar
     stride, most = feature_stride(args.mm_projector_type), processor.get("max_num_patches", FLEX_PATCHES)
     if type(most) is not int or not stride**2 <= most <= MAX_SIDE**2:
         raise ConfigError(f"{where}: its image processor says max_num_patches {shown(most)}: copy it again")
+    from llava_ds.model.open.any_shape import FlexTiling
+
     side = config.patch_size * stride
     images = ImageSpec(side, side, *_colours(processor), resample=_resample(processor, where))
     cells = FlexTiling(side, stride, most // stride**2)

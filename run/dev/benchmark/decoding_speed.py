@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 from transformers import CLIPImageProcessorPil
 
-from llava_ds.data.images.decode import load_media, probe
+from llava_ds.data.images.decode import load_media
+from llava_ds.data.images.headers import probe
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.geometry import ImageOptions, Size, media_layout
 

@@ -149,7 +149,7 @@ def test_gqa(tmp_path):
 
 
 def test_mmbench(tmp_path):
-    from llava_ds.data.images.decode import probe
+    from llava_ds.data.images.headers import probe
     from llava_ds.geometry import ImageOptions
 
     def encoded(width: int) -> str:

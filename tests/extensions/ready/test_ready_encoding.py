@@ -23,7 +23,8 @@ from llava_ds.data import encoded_rows as rows_module
 from llava_ds.data.encode import encoder_of
 from llava_ds.data.encoded_rows import SizedMedia, media_from_text, media_to_text
 from llava_ds.data.end_markers import end_markers
-from llava_ds.data.images.decode import load_images, load_media, probe
+from llava_ds.data.images.decode import load_images, load_media
+from llava_ds.data.images.headers import probe
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.extensions.ready.axes import axis_positions
 from llava_ds.extensions.ready.family import media_ids
