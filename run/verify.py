@@ -27,7 +27,7 @@ if __name__ == "__main__":
 from functools import partial
 from pathlib import Path
 
-from llava_ds.checkpoint import commit
+from llava_ds.checkpoint import commit, verification
 from llava_ds.checkpoint.commit import TRAINER
 from llava_ds.checkpoint.trainer_file import checkpoint_problem, read_trainer
 from llava_ds.runtime.ranks import print_first
@@ -55,7 +55,7 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def _described(path: Path) -> str:
-    files = commit.read_manifest(path)
+    files = verification.read_manifest(path)
     trainer = read_trainer(path)
     identity = trainer["identity"]
     size = sum(entry["bytes"] for entry in files.values())

@@ -7,45 +7,21 @@ previous one or the new one. Nothing is deleted before a newer one is complete.
 
 import contextlib
 import hashlib
-import heapq
 import json
-import os
 import re
 import shutil
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
-from typing import Annotated
+from pathlib import Path
 
-from pydantic import Field
-from typing_extensions import TypedDict
-
-from llava_ds.constants import DataError
-from llava_ds.files.reading import read_json
-from llava_ds.files.writing import Entry, damage, described, flush, flush_and_hash, write_file
-from llava_ds.runtime.ranks import Ranks, gather, local_ranks
+from llava_ds.files.writing import Entry, described, flush, flush_and_hash, write_file
+from llava_ds.runtime.ranks import Ranks, gather
 
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
-HASHING_THREADS = 8
-_WRITER = re.compile(r"(?:rank_|random-|layout-)([0-9]{1,6})")  # in the name of a rank's file
 _NAME = re.compile(r"checkpoint-([0-9]{1,18})")
 # Suffixes of folders that don't count as checkpoints.
 _UNFINISHED, _REPLACED, _DELETED = ".tmp", ".replaced", ".deleted"
-
-
-class _Entry(TypedDict):
-    bytes: Annotated[int, Field(ge=0)]
-    sha256: str
-
-
-class Manifest(TypedDict):
-    """sha256: of step and files."""
-
-    step: Annotated[int, Field(ge=0)]
-    files: dict[str, _Entry]
-    sha256: str
 
 
 class SaveFailed(Exception):
@@ -105,63 +81,6 @@ def keep_newest(output_dir: Path, limit: int | None, best: Path | None = None) -
             _delete(path)
 
 
-def problem_with(checkpoint: Path, hashed: bool = True) -> str | None:
-    """Return the reason why a folder is not a complete checkpoint, or None. hashed: read and hash every file."""
-    try:
-        files = read_manifest(checkpoint)
-    except FileNotFoundError:
-        return f"it has no {MANIFEST}, so the save did not finish"
-    except DataError as error:
-        return f"its {MANIFEST} can't be read ({error})"
-    found = _first_damage(checkpoint, files, hashed)
-    return found and found[1]
-
-
-def shared_damage(checkpoint: Path, files: dict[str, Entry], ranks: Ranks) -> str | None:
-    """Return the same as problem_with for these files; every rank reads and hashes a share. Collective."""
-    mine = {name: files[name] for name in shares(files, ranks.world_size)[ranks.rank]}
-    found = [each for each in gather(_first_damage(checkpoint, mine), ranks) if each is not None]
-    order = list(files)
-    return min(found, key=lambda each: order.index(each[0]))[1] if found else None
-
-
-def shares(files: dict[str, Entry], num_ranks: int) -> list[list[str]]:
-    """Divide files over ranks: each gets its own (it reads them when it restores); others are divided by size."""
-    shared: list[list[str]] = [[] for _ in range(num_ranks)]
-    loads, rest = [0] * num_ranks, []
-    for name, entry in files.items():
-        writer = _WRITER.search(PurePosixPath(name).name)
-        if writer is None or int(writer[1]) >= num_ranks:
-            rest.append(name)
-        else:
-            shared[int(writer[1])].append(name)
-            loads[int(writer[1])] += entry["bytes"]
-    least = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(least)
-    for name in sorted(rest, key=lambda name: -files[name]["bytes"]):
-        load, rank = least[0]
-        shared[rank].append(name)
-        heapq.heapreplace(least, (load + files[name]["bytes"], rank))
-    return shared
-
-
-def read_manifest(checkpoint: Path) -> dict[str, Entry]:
-    """Read the file entries of a checkpoint. Raises FileNotFoundError, and DataError for an invalid manifest."""
-    if (checkpoint / MANIFEST).is_symlink():
-        raise DataError("it is a link")
-    manifest = read_json(checkpoint / MANIFEST, Manifest)
-    step, files = manifest["step"], manifest["files"]
-    if manifest["sha256"] != _digest(step, files):
-        raise DataError("it has changed since it was written")
-    named = step_in_name(checkpoint)
-    if named is not None and named != step:
-        raise DataError(f"it belongs to step {step}")
-    for name in files:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise DataError(f"it names {name[:200]!r}, outside the checkpoint")
-    return {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in files.items()}
-
-
 def step_in_name(checkpoint: Path) -> int | None:
     """Return the step in a folder's name, links resolved; None for other names."""
     named = _NAME.fullmatch(checkpoint.resolve().name)
@@ -177,23 +96,6 @@ def checkpoints(output_dir: Path) -> list[Path]:
 def step_of(checkpoint: Path) -> int:
     """Return the optimizer step in a checkpoint folder's name."""
     return int(_NAME.fullmatch(checkpoint.name)[1])
-
-
-def newest_whole(
-    output_dir: Path, problem_of: Callable[[Path], str | None] = problem_with
-) -> tuple[Path | None, list[str]]:
-    """Find the newest checkpoint that verifies, with a line for every newer one that does not.
-
-    problem_of: returns the reason why a folder can't be used, or None.
-    """
-    recover(output_dir)
-    refused = []
-    for path in checkpoints(output_dir):
-        problem = problem_of(path)
-        if problem is None:
-            return path, refused
-        refused.append(f"{path.name} is not used: {problem}")
-    return None, refused
 
 
 def recover(output_dir: Path) -> None:
@@ -218,7 +120,7 @@ def _publish(scratch: Path, final: Path, files: dict[str, Entry]) -> None:
         if (size := (scratch / name).stat().st_size) != entry["bytes"]:
             raise OSError(f"{name} has {size} bytes, but {entry['bytes']} were written")
     step = step_of(final)
-    manifest = {"step": step, "files": files, "sha256": _digest(step, files)}
+    manifest = {"step": step, "files": files, "sha256": digest(step, files)}
     content = json.dumps(manifest, indent=1).encode()
     write_file(scratch / MANIFEST, lambda file: file.write(content))
     for folder in {parent for name in files for parent in (scratch / name).parents if parent.is_relative_to(scratch)}:
@@ -231,22 +133,9 @@ def _publish(scratch: Path, final: Path, files: dict[str, Entry]) -> None:
     shutil.rmtree(replaced, ignore_errors=True)  # the next save removes the rest
 
 
-def _digest(step: int, files: dict[str, Entry]) -> str:
+def digest(step: int, files: dict[str, Entry]) -> str:
+    """Hash the entries of a manifest."""
     return hashlib.sha256(json.dumps([step, files], sort_keys=True).encode()).hexdigest()
-
-
-def _first_damage(checkpoint: Path, files: dict[str, Entry], hashed: bool = True) -> tuple[str, str] | None:
-    """Return the name of the first damaged file, and its damage."""
-
-    def look(item: tuple[str, Entry]) -> tuple[str, str] | None:
-        problem = damage(checkpoint, *item, hashed)
-        return problem and (item[0], problem)
-
-    with ThreadPoolExecutor(max(1, min(HASHING_THREADS, (os.cpu_count() or 1) // local_ranks()))) as pool:
-        found = pool.map(look, files.items())
-        first = next((each for each in found if each is not None), None)
-        pool.shutdown(wait=False, cancel_futures=True)
-    return first
 
 
 def _delete(path: Path) -> None:

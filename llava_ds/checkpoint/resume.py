@@ -95,7 +95,9 @@ def find_resume_point(
         found = broadcast_from_first(ranks, lambda: _candidate(resume, output_dir, compare, damaged))
         if found.path is None:
             return ResumePoint(), found.lines
-        problem = commit.shared_damage(found.path, found.files, ranks)
+        from llava_ds.checkpoint.verification import shared_damage
+
+        problem = shared_damage(found.path, found.files, ranks)
         if problem is not None:
             damaged[found.path] = problem
         elif found.compared.refusal is not None:
@@ -138,6 +140,7 @@ def _candidate(
     if not paths:
         return _Candidate(None, lines)
     from llava_ds.checkpoint.trainer_file import MODEL_ONLY, resume_problem
+    from llava_ds.checkpoint.verification import read_manifest
 
     for path in paths:
         gone = None if path.is_dir() else "no such folder"
@@ -148,7 +151,7 @@ def _candidate(
             lines += [f"{path.name} is not used: {problem}"] * (newest is None)
             continue
         compared = compare(path)
-        newest = newest or _Candidate(path, lines, commit.read_manifest(path), compared)
+        newest = newest or _Candidate(path, lines, read_manifest(path), compared)
         if compared.refusal is None:
             return newest
     if newest is not None:

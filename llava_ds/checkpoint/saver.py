@@ -10,12 +10,12 @@ import torch
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.resume import ResumePlan
-from llava_ds.checkpoint.training_state import random_states, rewind
 from llava_ds.config.arguments import TrainingArguments
 from llava_ds.engine.shards.checkpoint_writer import ENGINE, CheckpointWriter, save_engine
 from llava_ds.engine.shards.pieces import layout_file, layout_text
 from llava_ds.extensions.base import StatePart
 from llava_ds.files.writing import described
+from llava_ds.runtime.random_states import random_states
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.waiting import waiting
 
@@ -112,17 +112,20 @@ class Saver:
         path, lines = broadcast_from_first(self.ranks, self._whole)
         print_first(*lines)
         if path is not None:
+            from llava_ds.checkpoint.training_state import rewind
+
             rewind(self.engine, path, self.ranks)
         self.last_good = path
         return path
 
     def _whole(self) -> tuple[Path | None, list[str]]:
         from llava_ds.checkpoint.trainer_file import checkpoint_problem
+        from llava_ds.checkpoint.verification import newest_whole
 
         problem = checkpoint_problem(self.last_good)
         if problem is None:
             return self.last_good, []
-        path, lines = commit.newest_whole(self.output_dir, checkpoint_problem)
+        path, lines = newest_whole(self.output_dir, checkpoint_problem)
         return path, [f"{self.last_good} is not used: {problem}", *lines]
 
     def _begin(self, step: int, keeps_all: bool) -> None:

@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field
 from typing_extensions import NotRequired, TypedDict
 
 from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.verification import problem_with
 from llava_ds.config.arguments import declared_in
 from llava_ds.constants import DataError
 from llava_ds.files.reading import read_json
@@ -101,7 +102,7 @@ def resume_problem(checkpoint: Path, hashed: bool = True) -> str | None:
 
 def checkpoint_problem(checkpoint: Path, hashed: bool = True) -> str | None:
     """Return the reason why a folder is not a complete checkpoint of a run, or None. hashed: as in problem_with."""
-    problem = commit.problem_with(checkpoint, hashed)
+    problem = problem_with(checkpoint, hashed)
     if problem is not None:
         return problem
     try:

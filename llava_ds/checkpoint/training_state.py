@@ -1,17 +1,14 @@
 """The state of training in a checkpoint: the engine's, and each rank's random number generators."""
 
 import copy
-import random
 from pathlib import Path
-
-import numpy as np
-import torch
 
 from llava_ds.checkpoint.resume import ResumePoint
 from llava_ds.checkpoint.trainer_file import read_trainer
 from llava_ds.constants import DataError
 from llava_ds.engine.shards.checkpoint_writer import ENGINE
 from llava_ds.engine.shards.pieces import has_layout, layout_of, read_layout
+from llava_ds.runtime.random_states import random_states, seed_random_states, set_random_states
 from llava_ds.runtime.ranks import Ranks, gather
 
 GROUP_STATES = {"params", "step"}  # keys of a parameter group that aren't rates; DeepSpeed's Adam and Lion count there
@@ -82,41 +79,3 @@ def _load(engine, point: ResumePoint, ranks: Ranks) -> str:
 
         renew_rates(engine, groups, point.path)
     return line
-
-
-def random_states(device: torch.device) -> dict[str, object]:
-    """Return the generators' states as plain numbers and tensors: these load without running pickled code."""
-    name, keys, *rest = np.random.get_state()
-    states = {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-    }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def set_random_states(states: dict[str, object], device: torch.device) -> None:
-    """Set the generators to random_states; a GPU's is unchanged if the states are from a CPU.
-
-    Raises DataError for anything but random_states' result.
-    """
-    try:
-        version, words, gauss = states["python"]
-        random.setstate((version, tuple(words), gauss))
-        name, keys, *rest = states["numpy"]
-        np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-        torch.set_rng_state(states["torch"])
-        if device.type == "cuda" and "cuda" in states:
-            torch.cuda.set_rng_state(states["cuda"], device)
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise DataError(f"it has no random states: {type(error).__name__}: {error}"[:300]) from error
-
-
-def seed_random_states(seed: int, step: int, rank: int) -> None:
-    """Seed the generators of a rank without saved states: the same at every resume from that step."""
-    words = np.random.SeedSequence([seed, step, rank]).generate_state(3)
-    random.seed(int(words[0]))
-    np.random.seed(words[1])
-    torch.manual_seed(int(words[2]))  # seeds all devices

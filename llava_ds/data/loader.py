@@ -16,7 +16,6 @@ from llava_ds.data.dataset import BrokenSample, EncodedDataset
 from llava_ds.data.step_plan import StepPlan
 from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.mesh import Mesh
-from llava_ds.runtime.processes import obey_only_parent
 
 if TYPE_CHECKING:
     from llava_ds.data.shared_loader import CutMicroBatch
@@ -137,10 +136,13 @@ def micro_batches(
     """
     options = {
         "num_workers": num_workers,
-        "worker_init_fn": obey_only_parent,
         "generator": torch.Generator(),  # the loader draws a seed, by default from the global one
         "pin_memory": device.type == "cuda",
     }
+    if num_workers:
+        from llava_ds.runtime.children import obey_only_parent
+
+        options["worker_init_fn"] = obey_only_parent
     if mesh.shared > 1:
         loader = _shared(dataset, batches, mesh, options)
     else:

@@ -26,7 +26,6 @@ from llava_ds.files.reading import Stamp, blocks_digest, stamp_of, why_not_regul
 from llava_ds.files.urls import is_remote
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
-from llava_ds.runtime.processes import in_processes
 
 FILE = "data_files.parquet"  # in a run's folder: the files that it was trained on
 # Names of files are bytes: they need not be UTF-8.
@@ -99,7 +98,12 @@ def changed_files(
     num_parts = max(1, min(most_processes, len(numbers) // FILES_PER_PROCESS))
     parts = np.array_split(np.asarray(numbers, np.int64), num_parts)
     look = partial(_changed_in, table, options, refs_of)
-    found = in_processes(look, parts) if num_parts > 1 else [look(parts[0])]
+    if num_parts == 1:
+        found = [look(parts[0])]
+    else:
+        from llava_ds.runtime.children import in_processes
+
+        found = in_processes(look, parts)
     return list(dict.fromkeys(itertools.chain(*found)))
 
 

@@ -35,9 +35,10 @@ from llava_ds.data.sources import Source
 from llava_ds.data.sources.embedded import IMAGES
 from llava_ds.files.reading import read_json
 from llava_ds.files.writing import flush, flush_and_hash, write_whole
+from llava_ds.runtime.children import begin_helper
 from llava_ds.runtime.main_thread import older_objects_passed_over
 from llava_ds.runtime.output_lock import Process
-from llava_ds.runtime.processes import begin_helper, end_with_parent
+from llava_ds.runtime.processes import end_with_parent
 from llava_ds.runtime.ranks import progress_bar
 
 # Records per shard. Part of the caches' format: work folders left by a killed run are continued.

@@ -10,7 +10,6 @@ import deepspeed
 
 from llava_ds.checkpoint.resume import RUN_FILES, set_aside
 from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, describe_saving
-from llava_ds.checkpoint.training_state import restore
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.loader import Window, windows
 from llava_ds.data.seen_files import write_data_files
@@ -98,6 +97,8 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     for part in parts:
         part.started(runner)
     if point.path is not None:
+        from llava_ds.checkpoint.training_state import restore
+
         print_first(restore(engine, point, ranks, training.seed))
     state = TrainState(point.step)
     watchdog.set_samples(partial(name_samples_of, plan.steps))

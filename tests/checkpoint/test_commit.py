@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 
-from llava_ds.checkpoint import commit
+from llava_ds.checkpoint import commit, verification
 from llava_ds.checkpoint import resume as state
 from llava_ds.files import writing as files
 from llava_ds.runtime.ranks import Ranks
@@ -33,12 +33,12 @@ def flip(path: Path, position: int) -> None:
 
 def test_a_committed_folder_verifies_and_lists_every_file(tmp_path):
     path = write_checkpoint(tmp_path, 3)
-    assert path == tmp_path / "checkpoint-3" and commit.problem_with(path) is None
+    assert path == tmp_path / "checkpoint-3" and verification.problem_with(path) is None
     files = json.loads((path / commit.MANIFEST).read_text())["files"]
     assert set(files) == {"engine/weights.pt", "trainer.json"}
     assert files["engine/weights.pt"]["bytes"] == 10
     assert not (tmp_path / "checkpoint-3.tmp").exists()
-    assert commit.newest_whole(tmp_path) == (path, [])
+    assert verification.newest_whole(tmp_path) == (path, [])
 
 
 def test_every_kind_of_damage_is_named(tmp_path):
@@ -46,17 +46,17 @@ def test_every_kind_of_damage_is_named(tmp_path):
     weights, manifest = path / "engine" / "weights.pt", path / commit.MANIFEST
     whole, listed = weights.read_bytes(), manifest.read_bytes()
     flip(weights, 4)
-    assert commit.problem_with(path) == "engine/weights.pt has changed since it was saved"
+    assert verification.problem_with(path) == "engine/weights.pt has changed since it was saved"
     weights.write_bytes(whole[:-3])
-    assert commit.problem_with(path) == "engine/weights.pt has 7 bytes, not 10"
+    assert verification.problem_with(path) == "engine/weights.pt has 7 bytes, not 10"
     weights.unlink()
-    assert commit.problem_with(path) == "engine/weights.pt is missing"
+    assert verification.problem_with(path) == "engine/weights.pt is missing"
     weights.write_bytes(whole)
-    assert commit.problem_with(path) is None
+    assert verification.problem_with(path) is None
     manifest.write_bytes(listed[: len(listed) // 2])
-    assert commit.problem_with(path).startswith("its manifest.json can't be read (")
+    assert verification.problem_with(path).startswith("its manifest.json can't be read (")
     manifest.unlink()
-    assert commit.problem_with(path) == "it has no manifest.json, so the save did not finish"
+    assert verification.problem_with(path) == "it has no manifest.json, so the save did not finish"
 
 
 def test_links_out_of_a_checkpoint_are_not_followed(tmp_path):
@@ -64,22 +64,22 @@ def test_links_out_of_a_checkpoint_are_not_followed(tmp_path):
     weights, manifest = path / "engine" / "weights.pt", path / commit.MANIFEST
     weights.rename(tmp_path / "elsewhere.pt")
     weights.symlink_to(tmp_path / "elsewhere.pt")  # of the same content, so that its hash fits
-    assert commit.problem_with(path) == "engine/weights.pt is a link to a place outside the checkpoint"
+    assert verification.problem_with(path) == "engine/weights.pt is a link to a place outside the checkpoint"
     weights.unlink()
     weights.symlink_to(weights)
-    assert commit.problem_with(path).startswith("'engine/weights.pt' can't be read (")
+    assert verification.problem_with(path).startswith("'engine/weights.pt' can't be read (")
     manifest.rename(tmp_path / "manifest.json")
     manifest.symlink_to(tmp_path / "manifest.json")
-    assert commit.problem_with(path) == "its manifest.json can't be read (it is a link)"
+    assert verification.problem_with(path) == "its manifest.json can't be read (it is a link)"
 
 
 def test_no_flipped_bit_of_weights_goes_unseen(tmp_path):
     path = write_checkpoint(tmp_path, 1)
     for position in range(10):
         flip(path / "engine" / "weights.pt", position)
-        assert commit.problem_with(path) is not None
+        assert verification.problem_with(path) is not None
         flip(path / "engine" / "weights.pt", position)
-    assert commit.problem_with(path) is None
+    assert verification.problem_with(path) is None
 
 
 def test_no_flipped_bit_of_the_manifest_is_taken_or_stops_the_search(tmp_path):
@@ -87,10 +87,10 @@ def test_no_flipped_bit_of_the_manifest_is_taken_or_stops_the_search(tmp_path):
     manifest = newer / commit.MANIFEST
     for position in range(manifest.stat().st_size):
         flip(manifest, position)
-        found, lines = commit.newest_whole(tmp_path)
+        found, lines = verification.newest_whole(tmp_path)
         assert found == older and len(lines) == 1, manifest.read_bytes()
         flip(manifest, position)
-    assert commit.newest_whole(tmp_path)[0] == newer
+    assert verification.newest_whole(tmp_path)[0] == newer
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_no_flipped_bit_of_the_manifest_is_taken_or_stops_the_search(tmp_path):
 def test_a_manifest_of_another_shape_is_refused(tmp_path, content):
     path = write_checkpoint(tmp_path, 1)
     (path / commit.MANIFEST).write_text(content)
-    assert commit.problem_with(path).startswith("its manifest.json can't be read (")
+    assert verification.problem_with(path).startswith("its manifest.json can't be read (")
 
 
 def test_the_newest_whole_one_is_taken_by_number_and_the_refusals_say_why(tmp_path):
@@ -107,7 +107,7 @@ def test_the_newest_whole_one_is_taken_by_number_and_the_refusals_say_why(tmp_pa
     assert commit.checkpoints(tmp_path) == [paths[100], paths[10], paths[9], paths[2]]
     flip(paths[100] / "trainer.json", 0)
     (paths[10] / commit.MANIFEST).unlink()
-    found, lines = commit.newest_whole(tmp_path)
+    found, lines = verification.newest_whole(tmp_path)
     assert found == paths[9]
     assert lines == [
         "checkpoint-100 is not used: trainer.json has changed since it was saved",
@@ -116,10 +116,10 @@ def test_the_newest_whole_one_is_taken_by_number_and_the_refusals_say_why(tmp_pa
 
 
 def test_nothing_whole_is_nothing(tmp_path):
-    assert commit.newest_whole(tmp_path) == (None, [])
-    assert commit.newest_whole(tmp_path / "not there") == (None, [])
+    assert verification.newest_whole(tmp_path) == (None, [])
+    assert verification.newest_whole(tmp_path / "not there") == (None, [])
     (tmp_path / "checkpoint-4").mkdir()
-    found, lines = commit.newest_whole(tmp_path)
+    found, lines = verification.newest_whole(tmp_path)
     assert found is None and len(lines) == 1
 
 
@@ -129,16 +129,16 @@ def test_an_unfinished_folder_is_never_taken_and_the_next_try_starts_empty(tmp_p
     assert scratch.name == "checkpoint-5.tmp"
     (tmp_path / "checkpoint-5.bak").mkdir()
     (tmp_path / "checkpoint-x").mkdir()
-    assert commit.checkpoints(tmp_path) == [] and commit.newest_whole(tmp_path) == (None, [])
+    assert commit.checkpoints(tmp_path) == [] and verification.newest_whole(tmp_path) == (None, [])
     path = write_checkpoint(tmp_path, 5)
-    assert commit.newest_whole(tmp_path)[0] == path and not (path / "half.pt").exists()
+    assert verification.newest_whole(tmp_path)[0] == path and not (path / "half.pt").exists()
 
 
 def test_a_step_saved_again_replaces_a_broken_one(tmp_path):
     path = write_checkpoint(tmp_path, 5)
     flip(path / "trainer.json", 0)
     assert write_checkpoint(tmp_path, 5, b"new") == path
-    assert commit.problem_with(path) is None and (path / "engine" / "weights.pt").read_bytes() == b"new"
+    assert verification.problem_with(path) is None and (path / "engine" / "weights.pt").read_bytes() == b"new"
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(1, [12]), (2, [12, 9]), (7, [12, 9, 2]), (None, [12, 9, 2])])
@@ -175,12 +175,12 @@ def test_a_broken_newer_checkpoint_never_costs_the_one_just_saved(tmp_path):
     for step in (6, 9):
         write_checkpoint(tmp_path, step)
     flip(tmp_path / "checkpoint-9" / "engine" / "weights.pt", 0)
-    assert commit.newest_whole(tmp_path)[0] == tmp_path / "checkpoint-6"
+    assert verification.newest_whole(tmp_path)[0] == tmp_path / "checkpoint-6"
     state.set_aside(tmp_path, state.ResumePoint(tmp_path / "checkpoint-6", 6), RANKS)
     assert (next(tmp_path.glob("previous-*")) / "checkpoint-9").is_dir()  # nothing is lost, and nothing in the way
     write_checkpoint(tmp_path, 8)
     commit.keep_newest(tmp_path, 1)
-    assert commit.newest_whole(tmp_path)[0] == tmp_path / "checkpoint-8"
+    assert verification.newest_whole(tmp_path)[0] == tmp_path / "checkpoint-8"
 
 
 def test_whatever_is_exchanged_is_found(tmp_path):
@@ -202,12 +202,12 @@ def test_whatever_is_exchanged_is_found(tmp_path):
         (newest, older),
     ]
     for one, other in pairs:
-        assert commit.newest_whole(tmp_path)[0] == newest
+        assert verification.newest_whole(tmp_path)[0] == newest
         exchange(one, other)
-        assert commit.problem_with(newest) is not None
+        assert verification.problem_with(newest) is not None
         if newest not in other.parents:
-            assert commit.problem_with(older) is not None
-            assert commit.newest_whole(tmp_path)[0] == newer
+            assert verification.problem_with(older) is not None
+            assert verification.newest_whole(tmp_path)[0] == newer
         exchange(one, other)
 
 
@@ -218,7 +218,7 @@ def test_a_thousand_flipped_bits_and_a_hundred_cut_or_missing_files_are_found(tm
     random = Random(0)
 
     def check() -> None:
-        found, lines = commit.newest_whole(tmp_path)
+        found, lines = verification.newest_whole(tmp_path)
         assert found == older and len(lines) == 1 and lines[0].startswith("checkpoint-2 is not used: ")
 
     for trial in range(1100):
@@ -234,7 +234,7 @@ def test_a_thousand_flipped_bits_and_a_hundred_cut_or_missing_files_are_found(tm
             path.unlink()
         check()
         path.write_bytes(content)
-    assert commit.newest_whole(tmp_path)[0] == newer
+    assert verification.newest_whole(tmp_path)[0] == newer
 
 
 def test_a_file_that_the_disk_does_not_give_back_is_no_reason_to_stop_looking(tmp_path, monkeypatch):
@@ -248,7 +248,7 @@ def test_a_file_that_the_disk_does_not_give_back_is_no_reason_to_stop_looking(tm
         return genuine(path)
 
     monkeypatch.setattr(files, "sha256", sha256)
-    found, lines = commit.newest_whole(tmp_path)
+    found, lines = verification.newest_whole(tmp_path)
     assert found == older and lines == [
         "checkpoint-2 is not used: engine/weights.pt can't be read (Input/output error)"
     ]

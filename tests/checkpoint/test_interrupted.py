@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llava_ds.checkpoint import commit
+from llava_ds.checkpoint import commit, verification
 from llava_ds.files import writing as files
 from llava_ds.runtime.ranks import Ranks
 
@@ -59,7 +59,7 @@ def kill_at(number: int, *arguments) -> bool:
 
 def state_of(output_dir: Path) -> tuple[int, str] | None:
     """Step and content of the newest whole checkpoint."""
-    path, _ = commit.newest_whole(output_dir)
+    path, _ = verification.newest_whole(output_dir)
     return path and (commit.step_of(path), (path / "engine" / "weights.pt").read_text())
 
 

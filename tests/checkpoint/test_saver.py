@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llava_ds.checkpoint import commit
+from llava_ds.checkpoint import commit, verification
 from llava_ds.checkpoint.resume import ResumePlan, ResumePoint, find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity
 from llava_ds.checkpoint.saver import ModelWriter, Saver
@@ -50,7 +50,7 @@ def test_a_checkpoint_is_there_when_the_step_is_over(tmp_path):
     saver = saver_of(tmp_path)
     assert saver.after_step(1, saves=False) is None and list(tmp_path.iterdir()) == []
     assert saver.after_step(2, saves=True) is None
-    assert commit.newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [])
+    assert verification.newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [])
     assert saver.engine.checkpoint_engine == "DeepSpeed's own"
     trainer = json.loads((tmp_path / "checkpoint-2" / "trainer.json").read_text())
     assert trainer["step"] == 2 and trainer["identity"]["zero_stage"] == 2 and trainer["weights"] == {"model": {}}
@@ -80,7 +80,7 @@ def test_the_run_goes_on_after_a_failed_save_and_ends_after_three_in_a_row(tmp_p
     problem = saver.after_step(7, saves=True)
     assert problem.startswith("3 saves in a row failed. checkpoint-7 could not be saved")
     assert f"The last good checkpoint is {tmp_path / 'checkpoint-4'}" in problem
-    assert commit.newest_whole(tmp_path) == (tmp_path / "checkpoint-4", [])
+    assert verification.newest_whole(tmp_path) == (tmp_path / "checkpoint-4", [])
 
 
 def test_the_last_save_has_to_succeed(tmp_path):
@@ -113,7 +113,7 @@ def test_in_the_background_a_checkpoint_appears_at_a_later_step_with_this_ones_s
     saver._save.writer.finish()
     assert commit.checkpoints(tmp_path) == []  # all is written, but it is none until a step ends
     assert saver.after_step(3, saves=False) is None
-    assert commit.newest_whole(tmp_path) == (tmp_path / "checkpoint-1", [])
+    assert verification.newest_whole(tmp_path) == (tmp_path / "checkpoint-1", [])
     saved = torch.load(tmp_path / "checkpoint-1" / "engine" / "states.pt")
     assert saved["weights"].tolist() == [1, 1, 1, 1]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llava_ds.checkpoint import commit, resume
+from llava_ds.checkpoint import commit, resume, verification
 from llava_ds.checkpoint.commit import TRAINER
 from llava_ds.checkpoint.resume import find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity
@@ -75,7 +75,8 @@ def on_ranks(monkeypatch, act) -> list:
             raise error
         return value
 
-    monkeypatch.setattr(commit, "gather", gather)
+    for module in (commit, verification):
+        monkeypatch.setattr(module, "gather", gather)
     monkeypatch.setattr(resume, "broadcast_from_first", broadcast)
     results = [None] * NUM_RANKS
 
@@ -115,10 +116,10 @@ def test_an_older_checkpoint_with_the_runs_settings_is_used_if_the_newest_is_dam
 
 def test_each_rank_hashes_its_own_files_once_and_those_of_gone_ranks_are_shared(tmp_path, hashed, monkeypatch):
     path = save(tmp_path, 4, identity())
-    files = commit.read_manifest(path)
-    for rank, share in enumerate(commit.shares(files, NUM_RANKS)):
+    files = verification.read_manifest(path)
+    for rank, share in enumerate(verification.shares(files, NUM_RANKS)):
         assert {f"layout-{rank}.json", f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"} <= set(share)
-    loads = [sum(files[name]["bytes"] for name in share) for share in commit.shares(files, NUM_RANKS)]
+    loads = [sum(files[name]["bytes"] for name in share) for share in verification.shares(files, NUM_RANKS)]
     assert min(loads) >= 10_002 and max(loads) < 20_100  # two of four have a gone rank's file, too
     hashed.clear()
     points = on_ranks(monkeypatch, lambda ranks: find_resume_point("auto", tmp_path, identity(), ranks=ranks))

@@ -9,7 +9,8 @@ from daily import few
 from launching import ds_config, toy_run
 from signalled import Started
 
-from llava_ds.checkpoint.commit import newest_whole, step_of
+from llava_ds.checkpoint.commit import step_of
+from llava_ds.checkpoint.verification import newest_whole
 from llava_ds.constants import EXIT_STOPPED
 
 # The runner has no handler, so that it ends at once, and its launcher and the ranks are left without it.

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from llava_ds.checkpoint.checkpoint_files import trained_weights
-from llava_ds.checkpoint.commit import newest_whole
 from llava_ds.checkpoint.trainer_file import checkpoint_problem
+from llava_ds.checkpoint.verification import newest_whole
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.images.decode import load_image
 from llava_ds.data.sample import Message

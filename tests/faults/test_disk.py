@@ -14,7 +14,7 @@ import pytest
 import toys
 from launching import ROOT, TRAIN, command_line, ds_config, launch, losses, toy_run
 
-from llava_ds.checkpoint import commit
+from llava_ds.checkpoint import commit, verification
 
 pytestmark = pytest.mark.faults
 
@@ -67,7 +67,7 @@ def test_a_save_that_fails_once_costs_that_checkpoint_only(tmp_path, given, back
         output_dir = tmp_path / "cases" / str(number)
         left = sorted(path.name for path in output_dir.glob("checkpoint-*"))
         assert left == ["checkpoint-1", "checkpoint-3"], case
-        assert all(commit.problem_with(output_dir / name) is None for name in left)
+        assert all(verification.problem_with(output_dir / name) is None for name in left)
         assert losses(output_dir) == expected  # training did not notice
         assert f"rank {case['rank']} on " in printed and case["errno"] in printed
 
@@ -83,7 +83,7 @@ def test_an_error_that_stays_ends_the_run_with_the_last_good_one(tmp_path, given
         assert outcome.startswith("3 saves in a row failed. checkpoint-4 could not be saved")
         assert case["errno"] in outcome and str(output_dir / "checkpoint-1") in outcome
         assert [path.name for path in output_dir.glob("checkpoint-*")] == ["checkpoint-1"]
-        assert commit.newest_whole(output_dir) == (output_dir / "checkpoint-1", [])
+        assert verification.newest_whole(output_dir) == (output_dir / "checkpoint-1", [])
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_disk_that_is_really_full_ends_the_run_with_one_message(tmp_path, give
     done = launch(2, TRAIN, *command_line({**flags, "cache_dir": tmp_path / "cache"}), timeout_s=START_S + LIMIT_S)
     assert done.returncode == 2
     assert "3 saves in a row failed" in done.stderr and "ENOSPC" in done.stderr and "Traceback" not in done.stderr
-    path, refused = commit.newest_whole(small_disk / "out")
+    path, refused = verification.newest_whole(small_disk / "out")
     assert path is not None and not refused and str(path) in done.stderr
     assert time.time() - path.stat().st_mtime < LIMIT_S
 
@@ -139,7 +139,7 @@ def test_a_disk_that_turns_read_only_ends_the_run_with_one_message(tmp_path, giv
     assert time.monotonic() - started < LIMIT_S
     assert starting.returncode == 2 and "Traceback" not in said
     assert "EROFS" in said and "3 saves in a row failed" in said
-    path, _ = commit.newest_whole(small_disk / "out")
+    path, _ = verification.newest_whole(small_disk / "out")
     assert path is not None and str(path) in said
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llava_ds.checkpoint import commit
+from llava_ds.checkpoint import commit, verification
 from llava_ds.files import writing as files
 from llava_ds.runtime.ranks import Ranks
 
@@ -70,7 +70,7 @@ def test_every_call_of_either_rank_may_be_the_last(tmp_path, killed):
         (scratch / "0.pt").write_text("old")
         commit.commit(scratch, {}, None, alone)
         was_killed = run_two(folder, killed, number)
-        path, _ = commit.newest_whole(folder)
+        path, _ = verification.newest_whole(folder)
         contents = {file.name: file.read_text() for file in path.glob("*.pt")}
         assert contents in ({"0.pt": "old"}, {"0.pt": "new 0", "1.pt": "new 1"}), number
         if not was_killed:

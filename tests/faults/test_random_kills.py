@@ -24,7 +24,7 @@ from known_flags import known_cases
 from launching import DEEPSPEED, ROOT, TRAIN, command_line, ds_config, environment, toy_run
 from safetensors.torch import load_file
 
-from llava_ds.checkpoint import commit
+from llava_ds.checkpoint import commit, verification
 from llava_ds.runtime.launchers import free_port
 
 pytestmark = pytest.mark.faults
@@ -196,7 +196,7 @@ def wait_for_a_moment(run: Run, in_save: bool, chance: random.Random) -> None:
 
 def newest_step(output_dir: Path) -> int:
     """Of the checkpoint that a resume would take; 0 without one."""
-    path, _ = commit.newest_whole(output_dir)
+    path, _ = verification.newest_whole(output_dir)
     return 0 if path is None else commit.step_of(path)
 
 
@@ -228,8 +228,8 @@ def same(one: object, other: object) -> bool:
 def compare(found: Path, expected: Path) -> None:
     """Weights, moments, schedule, counters and random states of the last checkpoint, the log, and the model."""
     folders = [folder / f"checkpoint-{STEPS}" for folder in (expected, found)]
-    assert [commit.problem_with(folder) for folder in folders] == [None, None]
-    names, again = (sorted(commit.read_manifest(folder)) for folder in folders)
+    assert [verification.problem_with(folder) for folder in folders] == [None, None]
+    names, again = (sorted(verification.read_manifest(folder)) for folder in folders)
     assert names == again
     for name in names:
         if name.endswith(".pt"):

@@ -11,7 +11,8 @@ import toys
 from launching import ROOT, command_line, ds_config, environment, launch, losses, toy_run
 from signalled import SIGNALS, Started
 
-from llava_ds.checkpoint.commit import newest_whole, step_of
+from llava_ds.checkpoint.commit import step_of
+from llava_ds.checkpoint.verification import newest_whole
 from llava_ds.constants import EXIT_STOPPED
 from llava_ds.runtime.launchers import free_port
 

@@ -289,7 +289,7 @@ def sign(checkpoint: Path) -> str:
     for name, entry in manifest["files"].items():
         if (file := checkpoint / name).is_file() and not file.is_symlink():
             entry |= {"bytes": file.stat().st_size, "sha256": sha256(file)}
-    manifest["sha256"] = commit._digest(manifest["step"], manifest["files"])
+    manifest["sha256"] = commit.digest(manifest["step"], manifest["files"])
     (checkpoint / commit.MANIFEST).write_text(json.dumps(manifest))
     return ", signed"
 

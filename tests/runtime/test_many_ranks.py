@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llava_ds.checkpoint import commit, resume
+from llava_ds.checkpoint import commit, resume, verification
 from llava_ds.checkpoint.commit import TRAINER
 from llava_ds.checkpoint.run_identity import RunIdentity
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
@@ -136,10 +136,11 @@ def test_a_checkpoint_of_64_ranks_is_committed_refused_and_verified(tmp_path, mo
     identity = RunIdentity.of(args, "data", 64, config)
     other = RunIdentity.of(args.replaced(learning_rate=1.0), "data", 64, config)
     exchange = Exchange(64)
-    monkeypatch.setattr(commit, "gather", exchange.gather)
+    for module in (commit, verification):
+        monkeypatch.setattr(module, "gather", exchange.gather)
     monkeypatch.setattr(ranks, "gather", exchange.gather)
     monkeypatch.setattr(resume, "broadcast_from_first", exchange.broadcast)
-    monkeypatch.setattr(commit, "local_ranks", lambda: RANKS_PER_MACHINE)
+    monkeypatch.setattr(verification, "local_ranks", lambda: RANKS_PER_MACHINE)
 
     def save(ranks: Ranks) -> None:
         scratch = commit.begin(tmp_path, 10, ranks)

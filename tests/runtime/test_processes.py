@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from llava_ds.constants import DataError
-from llava_ds.runtime.processes import in_processes
+from llava_ds.runtime.children import in_processes
 
 
 class TwoParts(Exception):

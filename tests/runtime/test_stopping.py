@@ -16,7 +16,8 @@ import torch
 from llava_ds.config.bounds import seconds_of
 from llava_ds.constants import EXIT_NOT_RESUMABLE, EXIT_STOPPED, ConfigError
 from llava_ds.runtime import stopping
-from llava_ds.runtime.processes import Above, LauncherWatch, end_with_parent, hold, look_above, obey_only_parent
+from llava_ds.runtime.children import obey_only_parent
+from llava_ds.runtime.processes import Above, LauncherWatch, end_with_parent, hold, look_above
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.stopping import Agreement, Stopping
 

@@ -17,7 +17,7 @@ from optimizers import WIDTH, Small, micro_batch
 from torch import nn
 
 from llava_ds.checkpoint.resume import ResumePoint
-from llava_ds.checkpoint.training_state import random_states, restore
+from llava_ds.checkpoint.training_state import restore
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.data.loader import Window
 from llava_ds.engine.ds_config.resolve import resolve_ds_config
@@ -29,6 +29,7 @@ from llava_ds.engine.shards.checkpoint_writer import ENGINE
 from llava_ds.engine.shards.pieces import layout_file, layout_text
 from llava_ds.engine.start import start_engine
 from llava_ds.runtime.mesh import Mesh, sum_over
+from llava_ds.runtime.random_states import random_states
 from llava_ds.runtime.ranks import Ranks, quiet_libraries
 from llava_ds.train.loop import run_steps
 from llava_ds.train.objectives.sft import SFT

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from run_many import load_train
 
-from llava_ds.checkpoint.commit import newest_whole, step_of
+from llava_ds.checkpoint.commit import step_of
+from llava_ds.checkpoint.verification import newest_whole
 from llava_ds.files.jsonl import read_metrics
 from llava_ds.train import loop
 

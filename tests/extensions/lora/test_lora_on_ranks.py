@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from llava_ds.checkpoint.commit import newest_whole
+from llava_ds.checkpoint.verification import newest_whole
 from llava_ds.constants import ConfigError
 from llava_ds.engine.construct import build_model
 from llava_ds.extensions.lora import layers as lora
