@@ -11,7 +11,7 @@ from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.from_folder import open_folder
 from llava_ds.export.tensors import Entry, read_entries
 from llava_ds.files.model_files import is_adapter
-from llava_ds.model.open.folder import without_adapter
+from llava_ds.model.open.model_folder import without_adapter
 
 
 def open_adapters(

@@ -12,7 +12,8 @@ from llava_ds.export.safetensors_shards import DTYPES
 from llava_ds.export.tensors import Entry, read_entries
 from llava_ds.files.model_files import read_config, shown
 from llava_ds.files.processor_files import processor_template
-from llava_ds.model.open.folder import FLAG, read_folder, take_from_model
+from llava_ds.model.open.folder import read_folder, take_from_model
+from llava_ds.model.open.model_folder import FLAG
 from llava_ds.model.open.model_plan import plan_model
 from llava_ds.model.open.names import value_head_file
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llava_ds.export.tensors import Entry
     from llava_ds.geometry import ImageOptions
     from llava_ds.layouts import MediaLayout
-    from llava_ds.model.open.folder import ModelFolder
+    from llava_ds.model.open.model_folder import ModelFolder
     from llava_ds.model.open.model_plan import ModelPlan
     from llava_ds.model.open.weights import Weights
     from llava_ds.model.vision import TowerPlan

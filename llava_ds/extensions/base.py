@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from llava_ds.export.tensors import Entry
     from llava_ds.extensions.architecture import Architecture
     from llava_ds.model.llava import LlavaModel
-    from llava_ds.model.open.folder import ModelFolder
+    from llava_ds.model.open.model_folder import ModelFolder
     from llava_ds.model.open.model_plan import ModelPlan
     from llava_ds.model.open.weights import Sources
     from llava_ds.model.vision import TowerPlan

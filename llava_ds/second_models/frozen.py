@@ -23,7 +23,8 @@ from llava_ds.engine.construct import build_model
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.heads import LogProbs, sum_by_sample
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.open.folder import FLAG, take_from_model
+from llava_ds.model.open.folder import take_from_model
+from llava_ds.model.open.model_folder import FLAG
 from llava_ds.model.open.model_plan import ModelPlan, plan_model
 from llava_ds.model.open.names import VALUE_HEAD_FILE, value_head_file
 from llava_ds.model.open.value_head import Values, answer_ends

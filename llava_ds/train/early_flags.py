@@ -9,7 +9,7 @@ from llava_ds.constants import ConfigError, DataError, FlagProblems
 
 if TYPE_CHECKING:
     from llava_ds.config.arguments import Arguments
-    from llava_ds.model.open.folder import ModelFolder
+    from llava_ds.model.open.model_folder import ModelFolder
 
 
 def read_flags(argv: list[str]) -> None:

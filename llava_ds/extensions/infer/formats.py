@@ -19,8 +19,8 @@ from llava_ds.files.model_files import ADAPTER_CONFIG, check_folder, is_there, r
 from llava_ds.model.families.language import config_of
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.file_order import passed_over
-from llava_ds.model.open.folder import FLAG
 from llava_ds.model.open.hf import HF_CLASSES, HFModel
+from llava_ds.model.open.model_folder import FLAG
 from llava_ds.model.open.weights import WeightFiles, Weights
 from llava_ds.tokenizer import read_tokenizer
 

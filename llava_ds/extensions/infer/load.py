@@ -21,10 +21,10 @@ from llava_ds.extensions.infer.formats import UnloadedModel, open_model
 from llava_ds.files.model_files import library_errors, read_json_if_there, shown
 from llava_ds.geometry import FILTERS, ImageOptions
 from llava_ds.model.families.towers import TOWERS
-from llava_ds.model.open.folder import read_pinpoints
 from llava_ds.model.open.hf import HFModel, attention_options, hf_class, let_generate_take_embeddings
 from llava_ds.model.open.loading import check_depth, check_fit, load_weights, return_freed_memory
 from llava_ds.model.open.tower import plan_tower, read_processor, vision_config
+from llava_ds.model.open.trained_folder import read_pinpoints
 from llava_ds.model.open.weights import WeightFiles
 from llava_ds.model.vision import side_of
 from llava_ds.runtime.ranks import Ranks

@@ -35,8 +35,8 @@ from llava_ds.files.model_files import BESIDE_ADAPTER
 from llava_ds.files.writing import write_file, write_tensors
 from llava_ds.model.llava import LlavaModel, merge_features
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.folder import without_prefix
 from llava_ds.model.open.loading import load_weights
+from llava_ds.model.open.model_folder import without_prefix
 from llava_ds.model.open.weights import Overlaid, Source
 from llava_ds.model.projector import Newline
 from llava_ds.runtime.ranks import Ranks

@@ -10,15 +10,9 @@ from llava_ds.extensions.lora.merged_adapters import Adapter, Merged, read_adapt
 from llava_ds.files.model_files import BESIDE_ADAPTER, is_adapter, is_there, own_file
 from llava_ds.model.families.language import is_llava_type, trunk_name
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.folder import (
-    FLAG,
-    ModelFolder,
-    flags_of_llava,
-    read_folder,
-    read_model_config,
-    trained_with_of,
-    without_prefix,
-)
+from llava_ds.model.open.folder import read_folder
+from llava_ds.model.open.model_folder import FLAG, ModelFolder, read_model_config, without_prefix
+from llava_ds.model.open.trained_folder import flags_of_llava, trained_with_of
 from llava_ds.model.open.weights import Over, Overlaid, Source, WeightFiles, Weights
 
 

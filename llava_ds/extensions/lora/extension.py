@@ -24,8 +24,9 @@ from llava_ds.extensions.lora.flags import changes_base
 from llava_ds.extensions.lora.layers import START_FILE, own
 from llava_ds.files.model_files import adapter_file, is_adapter
 from llava_ds.model.llava import LlavaModel, layer_classes
-from llava_ds.model.open.folder import FLAG, read_folder
+from llava_ds.model.open.folder import read_folder
 from llava_ds.model.open.loading import load_weights
+from llava_ds.model.open.model_folder import FLAG
 from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.model.open.weights import WeightFiles
 from llava_ds.runtime.ranks import Ranks

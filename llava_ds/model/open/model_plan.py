@@ -18,15 +18,9 @@ from llava_ds.geometry import ImageSpec
 from llava_ds.model.families.language import has_layer_embeddings, length_problem
 from llava_ds.model.llava import assemble
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.folder import (
-    FLAG,
-    PRETRAINED,
-    ModelFolder,
-    projector_files,
-    read_folder,
-    without_prefix,
-)
+from llava_ds.model.open.folder import PRETRAINED, projector_files, read_folder
 from llava_ds.model.open.loading import check_depth, check_fit
+from llava_ds.model.open.model_folder import FLAG, ModelFolder, without_prefix
 from llava_ds.model.open.names import value_head_file
 from llava_ds.model.open.probe import check_language_model
 from llava_ds.model.open.tower import plan_tower, read_processor, read_tower
