@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 123,
-    "imported lines": 19716,
+    "imported lines": 19002,
     "files at the end": 205,
     "lines at the end": 29845,
-    "feature words": 59,
+    "feature words": 56,
     "kernel files": 39,
-    "kernel lines": 5725,
-    "all lines": 70604,
+    "kernel lines": 5732,
+    "all lines": 70710,
 }
 
 # What one reads to understand training.
