@@ -69,6 +69,24 @@ class Placing(NamedTuple):
     pools_by_max: bool = False
 
 
+class SharedPrompts(NamedTuple):
+    """Placement of samples whose first tokens are in the pack only once: in the closest earlier sample that has them.
+
+    keys (K,) int64: positions in T of the tokens of each sample, shared ones included, sample after sample; cu_keys
+    (samples + 1,) int32: the samples' start offsets in keys, and K; max_keys: tokens of the longest sample; row_of (S,)
+    int64: each target's index in Batch.target_positions; tokens (S,) int64: the targets' own positions; lengths:
+    tokens of each sample with the shared ones, own: without them, on the host.
+    """
+
+    keys: torch.Tensor
+    cu_keys: torch.Tensor
+    max_keys: int
+    row_of: torch.Tensor
+    tokens: torch.Tensor
+    lengths: tuple[int, ...] | None = None
+    own: tuple[int, ...] | None = None
+
+
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch without padding.
@@ -83,7 +101,9 @@ class Batch:
     target_weights (S,) float32, each target's loss weight, None if all are 1;
     pixel_values (N, 3, H, W) uint8, at least one tile (a blank tile, placed nowhere, if the samples have no images);
     for tiles with T video frames, H is T * W (frames stacked vertically, images repeated T times);
-    placing, placement of the tiles' features.
+    placing, placement of the tiles' features;
+    shared, None if all tokens of the samples are in the pack. With it, cu_seqlens, max_seqlen and lengths count own
+    tokens, and target_positions (n,) has each position once, though targets of several samples may be predicted there.
 
     tower: further arguments of a tower that takes whole images in any shape (tiles are then cells of an image); trunk:
     further arguments of the language model's layers, such as image_blocks; extra: values added by objectives and axes,
@@ -102,9 +122,19 @@ class Batch:
     placing: Placing
     target_weights: torch.Tensor | None = None
     lengths: tuple[int, ...] = ()
+    shared: SharedPrompts | None = None
     tower: Inputs = dataclasses.field(default_factory=dict)
     trunk: Inputs = dataclasses.field(default_factory=dict)
     extra: Inputs = dataclasses.field(default_factory=dict)
+
+    @property
+    def target_tokens(self) -> torch.Tensor:
+        """The targets' own positions, (S,)."""
+        return self.target_positions + 1 if self.shared is None else self.shared.tokens
+
+    def by_target(self, values: torch.Tensor) -> torch.Tensor:
+        """Return a row for each target, (S, ...), from values at target_positions."""
+        return values if self.shared is None else values.index_select(0, self.shared.row_of)
 
     def to(self, device: torch.device) -> "Batch":
         """Copy the batch to another device; copies from pinned memory don't block."""

@@ -20,7 +20,8 @@ from llava_ds.layouts import MediaLayout
 class LoadedSample:
     """One encoded sample. input_ids and labels (length,) int64, with IMAGE_TOKEN_INDEX at image positions.
 
-    media: per image or video in reading order, its tiles (n, 3, S, S) uint8 (or (n, 3, T * S, S) with T frames per
+    shared: its first tokens, images among them, that it has in common with the closest earlier sample of the micro-batch
+    that shares none; they are computed there. media: per image or video in reading order, its tiles (n, 3, S, S) uint8 (or (n, 3, T * S, S) with T frames per
     tile, or an object that decodes them) and its layout. Samples that share an image hold the same object, so that its
     features are computed once. source: index of the sample's data source; weights (length,) float32: loss weight of
     each token, None if all are 1; extra: further numbers, by their names in Batch.extra.
@@ -32,6 +33,7 @@ class LoadedSample:
     source: int = 0
     weights: torch.Tensor | None = None
     extra: Mapping[str, float] = field(default_factory=dict)
+    shared: int = 0
 
     @property
     def samples(self) -> tuple["LoadedSample", ...]:
@@ -70,13 +72,13 @@ class ItemCounts(NamedTuple):
 
 def counts_of(item: LoadedSample | LoadedPair) -> ItemCounts:
     """Count the work that an item adds to a step. An image shared by both answers of a pair counts once."""
-    lengths = [len(sample.input_ids) for sample in item.samples]
+    lengths, shared = zip(*((len(sample.input_ids), sample.shared) for sample in item.samples))
     layouts = {id(one): layout for sample in item.samples for one, layout in sample.media}.values()
     return ItemCounts(
         samples=len(item.samples),
-        tokens=sum(lengths),
+        tokens=sum(lengths) - sum(shared),
         targets=sum(sample.num_targets for sample in item.samples),
-        pairs=sum(length * (length + 1) // 2 for length in lengths),
+        pairs=sum(n * (n + 1) // 2 for n in lengths) - sum(n * (n + 1) // 2 for n in shared),
         tiles=sum(layout.num_tiles for layout in layouts),
         tile_pairs=sum(layout.tile_pairs for layout in layouts),
     )
@@ -112,7 +114,7 @@ def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: boo
     rows = torch.from_numpy(np.concatenate([_rows(sample, rows_of) for sample in samples]))  # (M,)
     positions = is_image.nonzero()[:, 0]  # (M,)
     is_newline = rows < 0
-    return Batch(
+    batch = Batch(
         input_ids=ids.masked_fill(is_image, 0)[None],
         position_ids=_position_ids(samples, options),
         cu_seqlens=cu_seqlens.to(torch.int32),
@@ -135,6 +137,11 @@ def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: boo
         trunk=options.trunk_inputs(is_image, cu_seqlens),
         extra=_extra(samples),
     )
+    if not any(sample.shared for sample in samples):
+        return batch
+    from llava_ds.data.shared_prompts import share_prompts
+
+    return share_prompts(batch, [sample.shared for sample in samples], options)
 
 
 def _position_ids(samples: list[LoadedSample], options: ImageOptions) -> torch.Tensor:

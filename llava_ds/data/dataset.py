@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -194,10 +194,16 @@ class EncodedDataset(torch.utils.data.Dataset):
             if math.isnan(sum(both)):
                 return broken(row, f"its images could not be read when the {name} of its answers was computed")
         chosen_length, margin = (row.column(name)[0].as_py() for name in ("chosen_length", "margin"))
-        return _pair(sample, chosen_length, numbers | ({"margin": [margin, 0.0]} if margin else {}))
+        pair = _pair(sample, chosen_length, numbers | ({"margin": [margin, 0.0]} if margin else {}))
+        if not self.shares_prompts:
+            return pair
+        from llava_ds.data.shared_prompts import common_prompt
+
+        return replace(pair, rejected=replace(pair.rejected, shared=common_prompt(pair.chosen, pair.rejected)))
 
     # How samples are shuffled, and how many shards are shuffled together.
     drawn: tuple[str, int] = ("random", 1)
+    shares_prompts = False  # True: the tokens that both answers of a pair follow are in a pack once
 
     @property
     def is_whole(self) -> bool:

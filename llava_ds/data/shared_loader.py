@@ -97,10 +97,13 @@ class PartsOfMicroBatches(torch.utils.data.Dataset):
 
 def without(batch: Batch, dropped: set[int]) -> Batch:
     """Make some samples' tokens unsupervised. dropped: their indices in the batch."""
-    kept = ~torch.isin(batch.target_samples, torch.tensor(sorted(dropped)))
+    kept, shared = ~torch.isin(batch.target_samples, torch.tensor(sorted(dropped))), batch.shared
+    if shared is not None:
+        shared = shared._replace(row_of=shared.row_of[kept], tokens=shared.tokens[kept])
     return dataclasses.replace(
         batch,
-        target_positions=batch.target_positions[kept],
+        shared=shared,
+        target_positions=batch.target_positions[kept] if shared is None else batch.target_positions,
         targets=batch.targets[kept],
         target_samples=batch.target_samples[kept],
         target_weights=None if batch.target_weights is None else batch.target_weights[kept],

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from llava_ds.batch import ImageBlocks
+from llava_ds.batch import ImageBlocks, SharedPrompts
 from llava_ds.constants import ConfigError
 from llava_ds.model.families.language import head_width, layer_configs
 
@@ -37,8 +37,8 @@ BLOCK = 512  # query block size of the fallback for windows and soft caps
 
 class Rule(NamedTuple):
     """Attention options. window: a token sees itself and the window - 1 tokens before it (None: all); causal: False if
-    a token also sees the tokens after it; lengths: of the samples, on the host; with None, the fallback waits for the
-    device to read them."""
+    a token also sees the tokens after it; lengths, own: keys and queries of the samples, on the host; with None, the
+    fallback waits for the device to read them."""
 
     scaling: float
     dropout: float = 0.0
@@ -46,18 +46,28 @@ class Rule(NamedTuple):
     softcap: float | None = None
     causal: bool = True
     lengths: tuple[int, ...] | None = None
+    own: tuple[int, ...] | None = None
 
 
 class Bounds(NamedTuple):
     """Starts of the samples in queries and keys, (samples + 1,) int32, and the largest number of each.
 
-    A sample with fewer queries than keys has queries for its last tokens.
+    A sample with fewer queries than keys has queries for its last tokens. key_positions (K,) int64: the tokens that are
+    keys; None: all.
     """
 
     queries: torch.Tensor
     keys: torch.Tensor
     max_queries: int
     max_keys: int
+    key_positions: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, cu_seqlens: torch.Tensor, max_seqlen: int, shared: SharedPrompts | None = None) -> "Bounds":
+        """Return the bounds of a pack: a sample's keys are its tokens, and the prompt that it shares."""
+        if shared is None:
+            return cls(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        return cls(cu_seqlens, shared.cu_keys, max_seqlen, shared.max_keys, shared.keys)
 
 
 def varlen_attention(
@@ -76,6 +86,7 @@ def varlen_attention(
     s_aux: torch.Tensor | None = None,
     image_blocks: ImageBlocks | None = None,
     lengths: tuple[int, ...] | None = None,
+    shared_prompts: SharedPrompts | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sample of a pack; with image_blocks, tokens of an image also see each other.
@@ -83,20 +94,22 @@ def varlen_attention(
     query (1, H, T, E); key and value (1, K, T, E); cu_seqlens (samples + 1,) int32: start of each sample, and T;
     max_seqlen: tokens of the longest sample. sliding_window and softcap have transformers' meaning: token i sees token
     j if 0 <= i - j < sliding_window, and a score s becomes softcap * tanh(s / softcap). lengths: of the samples, on the
-    host; without them the fallback waits for the device.
+    host; without them the fallback waits for the device. shared_prompts: as in Batch.
     Returns (1, T, H, E), and None for the weights. Raises ConfigError for attention sinks.
     transformers' AttentionInterface dictates the signature; it forwards the model's own keyword arguments.
     """
     if s_aux is not None:
         raise ConfigError("the language model has attention sinks, and these are not supported: choose another model")
+    bounds = Bounds.of(cu_seqlens, max_seqlen, shared_prompts)
     rule = Rule(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         dropout,
-        sliding_window if sliding_window is not None and sliding_window < max_seqlen else None,
+        sliding_window if sliding_window is not None and sliding_window < bounds.max_keys else None,
         softcap,
-        lengths=lengths,
+        True,
+        *((lengths,) if shared_prompts is None else (shared_prompts.lengths, shared_prompts.own)),
     )
-    out = attend(query, key, value, cu_seqlens, max_seqlen, rule)
+    out = attend(query, key, value, bounds, rule)
     if image_blocks is not None and not (image_blocks.need_windows and sliding_window is None):
         out = out.index_copy(1, image_blocks.rows, attend_in_blocks(query, key, value, image_blocks, rule))
     return out, None
@@ -120,7 +133,7 @@ def tower_attention(
     query, key and value (1, H, T, E); cu_seq_lens_q int32: start of each image or window, and T; max_length_q: patches
     of the longest. Returns (1, T, H, E), and None for the weights. Signature: see varlen_attention.
     """
-    return attend(query, key, value, cu_seq_lens_q, max_length_q, Rule(scaling, dropout, causal=False)), None
+    return attend(query, key, value, Bounds.of(cu_seq_lens_q, max_length_q), Rule(scaling, dropout, causal=False)), None
 
 
 def flex_attention(
@@ -137,15 +150,14 @@ def flex_attention(
 
     attention_mask: carries (cu_seq_lens_q, max_length_q) instead of a mask. Signature: see varlen_attention.
     """
-    return attend(query, key, value, *attention_mask, Rule(scaling, dropout, causal=False)), None
+    return attend(query, key, value, Bounds.of(*attention_mask), Rule(scaling, dropout, causal=False)), None
 
 
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
+    bounds: Bounds,
     rule: Rule,
     query_positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -154,13 +166,15 @@ def attend(
     With query_positions (S,), ascending in T, query is (1, H, S, E), and the result is (1, S, H, E).
     """
     query, key, value = in_autocast(query, key, value)
-    bounds = Bounds(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    length = key.shape[2]
+    if bounds.key_positions is not None:
+        key, value = (x.index_select(2, bounds.key_positions) for x in (key, value))
     chosen = _chosen_for(query, value, rule)
     if chosen == SEGMENTS:
         return _per_segment(query, key, value, bounds, rule, query_positions)
     if query_positions is not None:
         # The kernels' causal mask needs as many queries as keys. The extra cost is one layer's attention.
-        query = _spread(query, query_positions, key.shape[2])
+        query = _spread(query, query_positions, length)
     out = KERNELS[chosen](query, key, value, bounds, rule)
     return out if query_positions is None else out.index_select(1, query_positions)
 
@@ -307,39 +321,41 @@ def _per_segment(
 
     On CUDA it waits for the device once per layer, unless the rule has the lengths of the samples.
     """
-    if rule.lengths is None:
-        lengths = [end - start for start, end in itertools.pairwise(given.keys.tolist())]
-    else:
-        lengths = list(rule.lengths)
-    starts = [0, *itertools.accumulate(lengths)]
+    lengths = _lengths(given.keys, rule.lengths)
+    numbers = lengths if given.queries is given.keys else _lengths(given.queries, rule.own)
     parts = [None] * len(lengths)
     if query_positions is not None:
-        bounds = torch.searchsorted(query_positions, given.keys.to(query_positions.dtype)).tolist()
-        parts = [query_positions[i:j] - start for i, j, start in zip(bounds, bounds[1:], starts)]
+        bounds = torch.searchsorted(query_positions, given.queries.to(query_positions.dtype)).tolist()
+        # Positions among the sample's keys: it has queries for its last tokens.
+        shifts = [length - end for length, end in zip(lengths, itertools.accumulate(numbers))]
+        parts = [query_positions[i:j] + shift for i, j, shift in zip(bounds, bounds[1:], shifts)]
         numbers = [len(part) for part in parts]
-    elif given.queries is given.keys:
-        numbers = lengths
-    else:
-        numbers = [end - start for start, end in itertools.pairwise(given.queries.tolist())]
     samples = zip(query.split(numbers, 2), key.split(lengths, 2), value.split(lengths, 2), parts)
     # Contiguous, because some models call view() on the result.
     return torch.cat([_sample(q, k, v, rule, part).transpose(1, 2) for q, k, v, part in samples], 1)  # (1, T, H, E)
+
+
+def _lengths(starts: torch.Tensor, known: tuple[int, ...] | None) -> list[int]:
+    """Return lengths from starts (samples + 1,), which may wait for the device, if they are not known."""
+    return [end - start for start, end in itertools.pairwise(starts.tolist())] if known is None else list(known)
 
 
 def _sample(query, key, value, rule: Rule, query_positions: torch.Tensor | None = None) -> torch.Tensor:
     """Attention of one sample, (1, H, queries, E). Without a torch kernel for the rule, computes blocks of queries, so
     that no L x L matrix is stored.
 
-    query_positions: positions of the queries in the sample; None: the last ones (all of them if the rule is causal).
+    query_positions: positions of the queries in the sample; None: the last ones.
     """
     length = key.shape[2]
     window = rule.window if rule.window is not None and rule.window < length else length
     if query.shape[2] == 0:
         return query
     if rule.softcap is None and window == length:
-        if query_positions is None or not rule.causal:
+        if not rule.causal or query.shape[2] == length:
             return _sdpa(query, key, value, rule)
-        if 2 * len(query_positions) > length:  # the causal kernel skips half of the scores, a mask none
+        if (
+            query_positions is not None and 2 * len(query_positions) > length
+        ):  # the causal kernel skips half of the scores, a mask none
             query = _spread(query, query_positions, length)
             return _sdpa(query, key, value, rule).index_select(2, query_positions)
     positions = query_positions
@@ -448,7 +464,7 @@ def _torch_varlen(query, key, value, bounds: Bounds, rule: Rule) -> torch.Tensor
     else:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = varlen_attn(q, k, v, *bounds, **options)
+    out = varlen_attn(q, k, v, *bounds[:4], **options)
     return out[None]  # (1, T, H, E)
 
 

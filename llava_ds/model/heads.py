@@ -42,7 +42,7 @@ class SummedLoss:
 
     def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> Any:
         """Return the sum, or the sum and its parts by source."""
-        language_model = model.language_model
+        language_model, hidden = model.language_model, batch.by_target(hidden)
         divisor = logits_divisor(language_model.config)
         hidden = hidden if divisor == 1 else hidden / divisor
         softcap, weights = _softcap(language_model), batch.target_weights
@@ -66,7 +66,7 @@ class LogProbs:
 
     def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the log-probabilities, (S,)."""
-        language_model = model.language_model
+        language_model, hidden = model.language_model, batch.by_target(hidden)
         divisor = self.temperature * logits_divisor(language_model.config)
         hidden = hidden if divisor == 1 else hidden / divisor
         # c tanh(x / c) / t is (c / t) tanh((x / t) / (c / t)).

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from llava_ds.model.attention import Rule, attend
+from llava_ds.batch import SharedPrompts
+from llava_ds.model.attention import Bounds, Rule, attend
 
 # transformers 5.17 recomputes around the call of a layer, 5.23 inside its forward; shorten() replaces that forward.
 RECOMPUTES_WITHIN = "__call__" not in vars(GradientCheckpointingLayer)
@@ -51,6 +52,7 @@ def _at_queries(
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
+    shared_prompts: SharedPrompts | None = None,
     **_: object,
 ) -> torch.Tensor:
     """Map (1, T, D) to (1, S, D). Calls the parts as modules: ZeRO-3, adapters and quantization hook into the calls."""
@@ -66,9 +68,8 @@ def _at_queries(
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     cos, sin = position_embeddings  # (1, T, E) each
     query = _rotated(query, cos.index_select(1, query_positions), sin.index_select(1, query_positions))
-    out = attend(
-        query, _rotated(key, cos, sin), value, cu_seqlens, max_seqlen, _rule(attention, max_seqlen), query_positions
-    )
+    bounds = Bounds.of(cu_seqlens, max_seqlen, shared_prompts)
+    out = attend(query, _rotated(key, cos, sin), value, bounds, _rule(attention, bounds.max_keys), query_positions)
     residual = hidden_states.index_select(1, query_positions)
     hidden_states = residual + attention.o_proj(out.flatten(2))
     return hidden_states + layer.mlp(layer.post_attention_layernorm(hidden_states))

@@ -87,6 +87,9 @@ class LlavaModel(nn.Module):
     def layer_options(self, batch: Batch) -> dict[str, object]:
         """Return further arguments about the pack that some models' layers need."""
         options = {"lengths": batch.lengths} if self._knows_lengths else {}
+        if batch.shared is not None:  # lengths that nobody reads would only make torch.compile compile again
+            unread = {} if self._knows_lengths else {"lengths": None, "own": None}
+            options["shared_prompts"] = batch.shared._replace(**unread)
         return options | batch.trunk | self.layer_inputs(batch.input_ids, batch.placing.positions)
 
     def layer_inputs(self, input_ids: torch.Tensor, image_positions: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -149,7 +149,7 @@ def test_queries_at_kept_positions(monkeypatch, rule, block):
     monkeypatch.setattr(attention, "BLOCK", block)
     inputs, others = ([x.requires_grad_() for x in tensors()] for _ in range(2))
     query, key, value = inputs
-    out = attention.attend(query.index_select(2, KEPT), key, value, CU_SEQLENS, 9, rule, KEPT)
+    out = attention.attend(query.index_select(2, KEPT), key, value, BOUNDS, rule, KEPT)
     expected = by_formula(*others, rule).index_select(1, KEPT)
     assert out.shape == (1, len(KEPT), 4, 16) and (out - expected).abs().max() < 1e-6
     generator = torch.Generator().manual_seed(1)
@@ -166,7 +166,7 @@ def test_few_kept_queries_are_not_computed_as_all(monkeypatch):
         F, "scaled_dot_product_attention", lambda q, *a, **k: seen.append(q.shape[2]) or own(q, *a, **k)
     )
     query, key, value = tensors()
-    attention.attend(query.index_select(2, KEPT), key, value, CU_SEQLENS, 9, Rule(0.25), KEPT)
+    attention.attend(query.index_select(2, KEPT), key, value, BOUNDS, Rule(0.25), KEPT)
     assert seen == [2, 9, 3]
 
 
@@ -186,7 +186,7 @@ def test_sdpa_gets_repeated_heads_where_its_kernels_share_none(monkeypatch, rule
     inputs, others = ([x.requires_grad_() for x in tensors()] for _ in range(2))
     query, key, value = inputs
     given = query if kept is None else query.index_select(2, kept)
-    out = attention.attend(given, key, value, CU_SEQLENS, 9, rule, kept)
+    out = attention.attend(given, key, value, BOUNDS, rule, kept)
     expected = by_formula(*others, rule)
     expected = expected if kept is None else expected.index_select(1, kept)
     assert (out - expected).abs().max() < 1e-6
@@ -224,7 +224,7 @@ def test_a_kernel_gets_kept_queries_at_their_places(monkeypatch):
     monkeypatch.setattr(attention, "_choose", lambda *_: attention.TORCH)
     monkeypatch.setitem(attention.KERNELS, attention.TORCH, kernel)
     query, key, value = tensors()
-    out = attention.attend(query.index_select(2, KEPT), key, value, CU_SEQLENS, 9, RULES[2], KEPT)
+    out = attention.attend(query.index_select(2, KEPT), key, value, BOUNDS, RULES[2], KEPT)
     assert (out - by_formula(query, key, value, RULES[2]).index_select(1, KEPT)).abs().max() < 1e-6
 
 
@@ -233,7 +233,7 @@ def test_under_autocast_all_is_of_its_precision(monkeypatch):
     monkeypatch.setattr(attention, "_per_segment", lambda *tensors: tensors[:3])
     query, key, value = tensors()
     with torch.autocast("cpu", torch.bfloat16):
-        seen = attention.attend(query, key, value.bfloat16(), CU_SEQLENS, 9, Rule(0.25))
+        seen = attention.attend(query, key, value.bfloat16(), BOUNDS, Rule(0.25))
     assert {x.dtype for x in seen} == {torch.bfloat16}
 
 

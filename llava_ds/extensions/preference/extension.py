@@ -11,7 +11,9 @@ from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import print_first
 from llava_ds.second_models.frozen import FrozenPlan, open_frozen, plan_frozen
 from llava_ds.train.objectives.objective import Objective
+from llava_ds.train.objectives.shared_prompts import shares_prompts
 from llava_ds.train.plan import Plan, PlanDraft
+from llava_ds.train.start import Start
 
 
 def plan_reference(draft: PlanDraft) -> FrozenPlan | None:
@@ -33,7 +35,16 @@ def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Objective:
 
 
 class References(SessionPart):
-    """Adds the reference model's log-probabilities to all data sets; a separate reference model is freed afterwards."""
+    """Lets the answers of a pair share their prompt, and adds the reference model's log-probabilities to all data sets;
+    a separate reference model is freed afterwards."""
+
+    def __init__(self, plan: Plan, started: Start) -> None:
+        super().__init__(plan, started)
+        other = plan.own["preference"]
+        configs = [plan.model.text_config, *([] if other is None else [other.model.text_config])]
+        shares = shares_prompts(plan.args.own["preference"], plan.args, configs)
+        for dataset in plan.data_sets:
+            dataset.shares_prompts = shares
 
     def started(self, runner: Runner) -> None:
         plan, ranks, mesh = self.plan, self.ranks, self.mesh

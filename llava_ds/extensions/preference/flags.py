@@ -12,6 +12,7 @@ from llava_ds.extensions.base import ExtensionFlags, Number, ObjectiveTraits
 if TYPE_CHECKING:
     from llava_ds.config.arguments import Arguments
 
+_pairs, _ = flags_of("preference", goes_with="dpo reward")
 _dpo, _ = flags_of("preference", goes_with="dpo")
 _reward, _ = flags_of("preference", goes_with="reward")
 
@@ -63,6 +64,12 @@ class Flags(ExtensionFlags):
         0.0, "dpo: weight of the chosen answer's own loss per token: it keeps its probability from falling."
     )
     simpo_gamma: Rate = _dpo(0.5, "dpo with simpo: target margin of the chosen answer.")
+    share_prompts: bool = _pairs(
+        True,
+        "dpo and reward: compute a prompt, with its images, once for all its answers in a micro-batch; the loss is the same. "
+        "False: once for each answer.",
+        resume="layout",
+    )
     ref_model_name_or_path: str | None = _dpo(
         None,
         "dpo: folder of the reference model. Absent: the model that the run starts from. It is in memory, whole on "

@@ -55,7 +55,7 @@ class Reward(PairObjective):
         pairs = (len(batch.cu_seqlens) - 1) // 2  # a rank without pairs has one sample, and it is ignored
         ends = last_targets(batch)[: 2 * pairs]
         if self.loss.reward_loss == "tokens":
-            rows = engine(batch, Values(batch.target_positions + 1))  # (S,)
+            rows = engine(batch, Values(batch.target_tokens))  # (S,)
             gaps, counted = aligned(rows.double(), batch, pairs)
             scores = rows.double()[ends].view(pairs, 2)
         else:

@@ -49,6 +49,12 @@ class Flags(ExtensionFlags):
         "grpo and ppo: address of run/vllm_server.py on this machine (http://127.0.0.1:8765): it draws the answers "
         "by vLLM. Absent: they are drawn over the engine's own tensors.",
     )
+    share_prompts: bool = _rl(
+        True,
+        "grpo and ppo: compute a prompt, with its images, once for all its answers in a micro-batch; the loss is the same. "
+        "False: once for each answer.",
+        resume="layout",
+    )
     temperature: Positive = _rl(
         1.0,
         "grpo and ppo: divisor of the logits when answers are drawn and in the trained probabilities; below 1 "

@@ -7,14 +7,14 @@ equal rewards have no advantage; they are left out unless a reference model is u
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from llava_ds.constants import IGNORE_INDEX
-from llava_ds.data.collate import LoadedSample, collate
-from llava_ds.data.loader import MicroBatch
+from llava_ds.data.collate import LoadedSample, collate, counts_of
+from llava_ds.data.loader import MicroBatch, numbers_of
 from llava_ds.data.packing import plan_by_tokens
 from llava_ds.data.step_plan import Packing
 from llava_ds.extensions.rl.flags import Flags
@@ -52,17 +52,28 @@ class Group:
 
 @dataclass(frozen=True)
 class TrainedAnswer:
-    """A trained answer with its prompt; times: how often it was generated with this score (Drawn.scores)."""
+    """A trained answer with its prompt.
+
+    times: how often it was generated with this score (Drawn.scores); shares: the prompt is computed for the answer before
+    it in the pack.
+    """
 
     prompt: AskedPrompt
     answer: Answer
     score: float
     times: int
+    shares: bool = False
 
     @property
     def sample(self) -> LoadedSample:
         """Prompt and supervised answer. Answers to one prompt share its images."""
-        return with_answer(self.prompt.sample, self.answer.ids)
+        prompt = self.prompt.sample
+        return replace(with_answer(prompt, self.answer.ids), shared=len(prompt.input_ids) * self.shares)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in the pack."""
+        return len(self.answer.ids) + len(self.prompt.sample.input_ids) * (not self.shares)
 
 
 def with_answer(asked: LoadedSample, answer: Sequence[int]) -> LoadedSample:
@@ -125,29 +136,29 @@ def has_no_signal(group: Group) -> bool:
     return bool((group.rewards == group.rewards[0]).all())
 
 
-def pack(units: list[list[TrainedAnswer]], packing: Packing) -> list[list[TrainedAnswer]]:
+def pack(units: list[list[TrainedAnswer]], packing: Packing, shares: bool) -> list[list[TrainedAnswer]]:
     """Pack this rank's answers into micro-batches. A prompt's answers stay together, or in as few packs as possible.
 
-    Packs are limited by tokens if a limit is set, else by the number of prompts.
+    Packs are limited by tokens if a limit is set, else by the number of prompts. shares: answers share their prompt.
     """
     most = packing.tokens_per_micro_batch
     if most is None:
-        units = [unit for unit in units if unit]
+        units = [[unit[0], *(replace(one, shares=shares) for one in unit[1:])] for unit in units if unit]
         size = packing.micro_batch_size
         return [[one for unit in units[first : first + size] for one in unit] for first in range(0, len(units), size)]
     parts: list[list[TrainedAnswer]] = []
     for unit in units:
         room = 0
         for one in unit:
-            length = len(one.sample.input_ids)
-            if not room or length > room:
+            another = replace(one, shares=shares)
+            if not room or another.num_tokens > room:
                 parts.append([])
-                room = most
-            parts[-1].append(one)
-            room = max(0, room - length)
+                room, another = most, one
+            parts[-1].append(another)
+            room = max(0, room - another.num_tokens)
     if not parts:
         return []
-    lengths = np.array([sum(len(one.sample.input_ids) for one in part) for part in parts])
+    lengths = np.array([sum(one.num_tokens for one in part) for part in parts])
     [packs] = plan_by_tokens(range(len(parts)), lengths, 1, most, packing.costs(lengths))
     return [[one for i in each for one in parts[i]] for each in packs]
 
@@ -177,10 +188,9 @@ def policy_batch(
         sampled=sampled,
     )
     batch = plain.with_extra(drawn=drawn)
-    sizes = [len(sample.input_ids) for sample in samples]
     tiles = {id(one): len(one) for sample in samples for one, _ in sample.media}
-    pairs = sum(size * (size + 1) // 2 for size in sizes)
-    return MicroBatch(batch, tuple(range(len(samples))), sum(sizes), int(lengths.sum()), pairs, sum(tiles.values()), ())
+    numbers = numbers_of([counts_of(sample) for sample in samples]) | {"num_tiles": sum(tiles.values())}
+    return MicroBatch(batch, tuple(range(len(samples))), broken=(), **numbers)
 
 
 def metrics_of(

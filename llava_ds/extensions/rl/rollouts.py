@@ -45,6 +45,7 @@ from llava_ds.runtime.waiting import queuing, waiting
 from llava_ds.second_models.frozen import Scorer
 from llava_ds.train.evaluating.sampling import Answer, DrawRules, draw_answers, numbers_for
 from llava_ds.train.evaluating.twin import frozen_copy, twin_of, whole_weights
+from llava_ds.train.objectives.shared_prompts import shares_prompts
 from llava_ds.train.plan import Plan
 from llava_ds.train.start import Start
 
@@ -81,6 +82,8 @@ class Rollouts(SessionPart):
             top_p=self._flags.top_p,
         )
         self._groups_seen = self._groups_without_signal = 0
+        configs = [plan.model.text_config, *(judge.model.text_config for judge in (plan.own["rl"].critic,) if judge)]
+        self._shares_prompts = shares_prompts(self._flags, plan.args, configs)
         on_every_rank(self.ranks, self._try_rewards)
 
     def built(self, model: LlavaModel) -> None:
@@ -289,7 +292,7 @@ class Rollouts(SessionPart):
             units = trained_answers(groups, totals, flags)
         tokens = sum(one.times * len(one.answer.ids) for unit in units for one in unit)
         [trained_tokens] = sums_of_ranks([tokens], mesh, engine.device)
-        packs: list[list[TrainedAnswer]] = pack(units, self.plan.steps.packing)
+        packs: list[list[TrainedAnswer]] = pack(units, self.plan.steps.packing, self._shares_prompts)
         most = max(1, *gather(len(packs), self.ranks))
         packs += [[] for _ in range(most - len(packs))]
         made = [policy_batch(each, totals, trained_tokens, flags, self.plan.images) for each in packs]

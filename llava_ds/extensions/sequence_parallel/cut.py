@@ -20,7 +20,15 @@ def fill(batch: Batch, ranks: int) -> Batch:
     if not missing:
         return batch
     ends = batch.cu_seqlens[-1:] + missing
-    more = torch.arange(missing).expand(*batch.position_ids.shape[:-1], -1)
+    more, shared = torch.arange(missing).expand(*batch.position_ids.shape[:-1], -1), batch.shared
+    if shared is not None:
+        shared = shared._replace(
+            keys=torch.cat([shared.keys, torch.arange(missing) + batch.cu_seqlens[-1]]),
+            cu_keys=torch.cat([shared.cu_keys, shared.cu_keys[-1:] + missing]),
+            max_keys=max(shared.max_keys, missing),
+            lengths=(*shared.lengths, missing),
+            own=(*shared.own, missing),
+        )
     return dataclasses.replace(
         batch,
         input_ids=torch.nn.functional.pad(batch.input_ids, (0, missing)),
@@ -29,6 +37,7 @@ def fill(batch: Batch, ranks: int) -> Batch:
         max_seqlen=max(batch.max_seqlen, missing),
         sources=torch.nn.functional.pad(batch.sources, (0, 1)),
         lengths=(*batch.lengths, missing),
+        shared=shared,
     )
 
 
@@ -52,12 +61,17 @@ def cut(
     if tower:
         tiles, shown = _whole_images(tiles, layouts)
         tower = options.tower_inputs(shown)
-    supervised = (whole.target_positions >= first) & (whole.target_positions < end)
+    predicts = (whole.target_positions >= first) & (whole.target_positions < end)
+    supervised, shared = whole.by_target(predicts), whole.shared
+    if shared is not None:
+        row_of = (predicts.cumsum(0) - 1)[shared.row_of[supervised]]
+        shared = shared._replace(row_of=row_of, tokens=shared.tokens[supervised] - first)
     batch = dataclasses.replace(
         whole,
         input_ids=whole.input_ids[:, first:end],
         position_ids=whole.position_ids[..., first:end],
-        target_positions=whole.target_positions[supervised] - first,
+        shared=shared,
+        target_positions=whole.target_positions[predicts] - first,
         targets=whole.targets[supervised],
         target_samples=whole.target_samples[supervised],
         target_weights=None if whole.target_weights is None else whole.target_weights[supervised],

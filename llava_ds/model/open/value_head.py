@@ -37,7 +37,7 @@ class Values:
 
     def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the numbers, (n,)."""
-        return model.value_head(hidden)
+        return model.value_head(batch.by_target(hidden) if self.at is None else hidden)
 
 
 def last_targets(batch: Batch) -> torch.Tensor:
@@ -48,7 +48,7 @@ def last_targets(batch: Batch) -> torch.Tensor:
 
 def answer_ends(batch: Batch) -> torch.Tensor:
     """Return the index into T of each answer's last token, where its score is read: (samples,); (0,) if no answers."""
-    return (batch.target_positions + 1)[last_targets(batch)] if len(batch.targets) else batch.target_positions
+    return batch.target_tokens[last_targets(batch)] if len(batch.targets) else batch.target_positions
 
 
 def answer_lengths(batch: Batch) -> torch.Tensor:

@@ -19,6 +19,7 @@ def made(margins: torch.Tensor | None = None) -> SimpleNamespace:
     return SimpleNamespace(
         cu_seqlens=torch.tensor(starts),
         target_positions=torch.tensor(places),
+        target_tokens=torch.tensor(places) + 1,
         targets=torch.tensor([token for own in ANSWERS for token in own]),
         target_samples=torch.arange(4).repeat_interleave(torch.tensor([len(own) for own in ANSWERS])),
         sources=torch.tensor([0, 0, 1, 1]),
@@ -68,6 +69,7 @@ def test_a_rank_without_pairs_takes_part_with_gradients_of_zero(kind):
     batch = SimpleNamespace(
         cu_seqlens=torch.tensor([0, 1]),
         target_positions=none,
+        target_tokens=none,
         targets=none,
         target_samples=none,
         sources=torch.zeros(1, dtype=torch.int64),

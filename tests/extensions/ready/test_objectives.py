@@ -3,6 +3,7 @@ time, by TRL's formulas."""
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.dataset import PreflightOptions, open_encoded
 from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.engine.construct import build_model
+from llava_ds.model.families.language import has_state
 from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
@@ -89,8 +91,9 @@ def opened(family: str, folder: Path, text: dict[str, int] | None = None, **flag
         open_sources(str(folder / "pairs.json"), sources), plan.tokenizer, encoding, options,
         PreflightOptions(cache_dir=cache),
     )  # fmt: skip
+    data.shares_prompts = not has_state(plan.text_config)
     return SimpleNamespace(
-        family=family, flags=flags, plan=plan, args=args, model=model, options=options,
+        family=family, flags=flags, plan=plan, args=args, model=model, options=options, shares=data.shares_prompts,
         theirs=AutoModelForImageTextToText.from_pretrained(folder / "base", dtype=dtype),
         pairs=[data[i] for i in range(len(data))], images=Path(images),
         processor=ready_models.open_processor(folder / "base", family),
@@ -168,7 +171,9 @@ def compare(loss: torch.Tensor, expected: torch.Tensor, ours: list, theirs: list
 
 
 def batch_of_pairs(ready):
-    return collate([sample for pair in ready.pairs for sample in pair.samples], ready.options)
+    batch = collate([sample for pair in ready.pairs for sample in pair.samples], ready.options)
+    assert (batch.shared is not None) == ready.shares
+    return batch
 
 
 @needs_extension("preference")
@@ -272,8 +277,11 @@ def policy_batch_of(ready, drawn, monkeypatch):
         loss_type="dapo", beta=0.1, scale_rewards="group", max_completion_length=6, mask_truncated_completions=False
     )
     totals = rl.totals_of(drawn.groups, Mesh(dp=1, dp_rank=0), CPU)
-    answers = [one for unit in rl.trained_answers(drawn.groups, totals, flags) for one in unit]
-    return rl.policy_batch(answers, totals, totals.tokens, flags, ready.options).batch
+    units = rl.trained_answers(drawn.groups, totals, flags)
+    answers = [replace(one, shares=ready.shares and i > 0) for unit in units for i, one in enumerate(unit)]
+    batch = rl.policy_batch(answers, totals, totals.tokens, flags, ready.options).batch
+    assert (batch.shared is not None) == ready.shares
+    return batch
 
 
 def rows_at(ready, theirs, drawn, number: int, ids: tuple[int, ...]) -> torch.Tensor:

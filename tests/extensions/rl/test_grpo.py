@@ -84,11 +84,11 @@ def flags(**changed: object) -> SimpleNamespace:
     return SimpleNamespace(**{**values, "mask_truncated_completions": False, **changed})
 
 
-def batches_of(toy, training, groups: list[Group], packing: Packing):
+def batches_of(toy, training, groups: list[Group], packing: Packing, shares: bool = True):
     totals = totals_of(groups, MESH, CPU)
     units = trained_answers(groups, totals, training)
     tokens = sum(one.times * len(one.answer.ids) for unit in units for one in unit)
-    return [policy_batch(each, totals, tokens, training, toy.options) for each in pack(units, packing)]
+    return [policy_batch(each, totals, tokens, training, toy.options) for each in pack(units, packing, shares)]
 
 
 def rows_alone(toy, prompt: LoadedSample, answer: Answer) -> torch.Tensor:
@@ -258,17 +258,24 @@ def test_groups_without_signal_train_only_with_a_reference_and_truncated_answers
     assert kept and all(one.answer.ended for one in kept) and len(kept) < sum(map(len, held))
 
 
-def test_packs_keep_a_prompts_answers_together_and_within_the_bound(toy):
+@pytest.mark.parametrize("shares", [True, False])
+def test_packs_keep_a_prompts_answers_together_and_within_the_bound(toy, shares):
     groups = groups_of(toy)
     units = trained_answers(groups, totals_of(groups, MESH, CPU), flags(beta=1.0))
-    whole = pack(units, Packing(1, 1, 1, 100_000))
+    whole = pack(units, Packing(1, 1, 1, 100_000), shares)
     assert len(whole) == 1 and len(whole[0]) == sum(map(len, units))
     longest = max(len(one.sample.input_ids) for unit in units for one in unit)
     for bound in (longest, 150, 250):
-        packs = pack(units, Packing(1, 1, 1, bound))
-        assert all(sum(len(one.sample.input_ids) for one in each) <= bound for each in packs)
-        assert sorted(map(id, (one for each in packs for one in each))) == sorted(id(o) for u in units for o in u)
+        packs = pack(units, Packing(1, 1, 1, bound), shares)
+        sizes = [collate([one.sample for one in each], toy.options).input_ids.shape[1] for each in packs]
+        assert sizes == [sum(one.num_tokens for one in each) for each in packs] and max(sizes) <= bound
+        answers = [(id(one.prompt), id(one.answer)) for each in packs for one in each]
+        assert sorted(answers) == sorted((id(one.prompt), id(one.answer)) for unit in units for one in unit)
     [micro] = [policy_batch(each, totals_of(groups, MESH, CPU), 1, flags(), toy.options) for each in whole]
+    assert micro.num_tokens == micro.batch.input_ids.shape[1] == sum(
+        len(unit[0].prompt.sample.input_ids) * (1 if shares else len(unit)) + sum(len(one.answer.ids) for one in unit)
+        for unit in units if unit
+    )  # fmt: skip
     images = sum(bool(prompt.media) for prompt in toy.prompts)
     assert micro.num_tiles == len(micro.batch.pixel_values) == images  # one pass of the tower for all answers
 

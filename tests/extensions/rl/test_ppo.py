@@ -147,7 +147,7 @@ def step_of(toy, groups: list[Group], training, fill, packing: Packing = PACKING
     """The batches of a step, with advantages; fill: a batch to its log-probabilities, the reference's, and values."""
     totals, units = totals_of(groups, MESH, CPU), rewarded_answers(groups, training.clip_reward_value)
     batches, values = [], []
-    for each in pack(units, packing):
+    for each in pack(units, packing, shares=True):
         batch = policy_batch(each, totals, totals.tokens, training, toy.options).batch
         old, frozen, own = fill(batch)
         batches.append(with_drawn(batch, old=old, frozen=frozen))

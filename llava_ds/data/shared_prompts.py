@@ -1,0 +1,69 @@
+# T tokens of all samples laid end to end, t of them in the pack, S supervised tokens, M image positions
+"""Packs in which answers to the same prompt have it only once."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from llava_ds.batch import Batch, SharedPrompts
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava_ds.geometry import ImageOptions
+
+if TYPE_CHECKING:
+    from llava_ds.data.collate import LoadedSample
+
+
+def common_prompt(first: "LoadedSample", other: "LoadedSample") -> int:
+    """Count the leading tokens that two samples share: equal, unsupervised in both, and with all images of both.
+
+    Returns 0 if they differ before their last image.
+    """
+    size = min(len(first.input_ids), len(other.input_ids))
+    same = first.input_ids[:size] == other.input_ids[:size]
+    for sample in (first, other):
+        same &= sample.labels[:size] == IGNORE_INDEX
+    length = size - 1 if same.all() else int((~same).nonzero()[0])
+    images = [(sample.input_ids[length:] == IMAGE_TOKEN_INDEX).any() for sample in (first, other)]
+    is_same_media = [id(one) for one, _ in first.media] == [id(one) for one, _ in other.media]
+    return length if is_same_media and not any(images) else 0
+
+
+def share_prompts(batch: Batch, shared: list[int], options: ImageOptions) -> Batch:
+    """Leave out the tokens that samples share with an earlier one; all their tokens see them there.
+
+    batch: with all T tokens; shared: of each sample, as in LoadedSample.shared. The loss is the same: a prompt's last
+    token predicts the first token of every answer, and positions stay as they were.
+    """
+    starts, lengths = batch.cu_seqlens[:-1].tolist(), batch.lengths
+    is_kept = torch.ones(batch.input_ids.shape[1], dtype=torch.bool)
+    for start, count in zip(starts, shared):
+        is_kept[start : start + count] = False
+    places = is_kept.cumsum(0) - 1  # (T,): index of every token in the pack
+    owner = 0
+    for start, count in zip(starts, shared):
+        owner = start if count == 0 else owner
+        places[start : start + count] = places[owner : owner + count].clone()
+    own = tuple(length - count for length, count in zip(lengths, shared))
+    cu_seqlens = F.pad(torch.tensor(own).cumsum(0), (1, 0))
+    rows, row_of = places[batch.target_positions].unique(return_inverse=True)
+    placing = batch.placing
+    num_features = len(placing.features)
+    is_placed = is_kept[placing.positions]  # (M,)
+    positions = places[placing.positions[is_placed]]
+    is_image = torch.zeros(int(cu_seqlens[-1]), dtype=torch.bool).index_fill(0, positions, True)
+    return dataclasses.replace(
+        batch,
+        input_ids=batch.input_ids[:, is_kept],
+        position_ids=batch.position_ids[..., is_kept],
+        cu_seqlens=cu_seqlens.to(torch.int32),
+        max_seqlen=max(own),
+        lengths=own,
+        target_positions=rows,
+        placing=placing._replace(positions=positions, features=placing.features[is_placed[:num_features]]),
+        shared=SharedPrompts(
+            places, batch.cu_seqlens, max(lengths), row_of, places[batch.target_positions + 1], lengths, own
+        ),
+        trunk=options.trunk_inputs(is_image, cu_seqlens),
+    )
