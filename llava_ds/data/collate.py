@@ -20,11 +20,11 @@ from llava_ds.layouts import MediaLayout
 class LoadedSample:
     """One encoded sample. input_ids and labels (length,) int64, with IMAGE_TOKEN_INDEX at image positions.
 
-    shared: its first tokens, images among them, that it has in common with the closest earlier sample of the micro-batch
-    that shares none; they are computed there. media: per image or video in reading order, its tiles (n, 3, S, S) uint8 (or (n, 3, T * S, S) with T frames per
+    media: per image or video in reading order, its tiles (n, 3, S, S) uint8 (or (n, 3, T * S, S) with T frames per
     tile, or an object that decodes them) and its layout. Samples that share an image hold the same object, so that its
     features are computed once. source: index of the sample's data source; weights (length,) float32: loss weight of
-    each token, None if all are 1; extra: further numbers, by their names in Batch.extra.
+    each token, None if all are 1; extra: further numbers, by their names in Batch.extra; shared: number of first
+    tokens, all images among them, that are computed in the closest earlier sample of the micro-batch that shares none.
     """
 
     input_ids: torch.Tensor

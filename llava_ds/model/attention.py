@@ -358,12 +358,14 @@ def _sample(query, key, value, rule: Rule, query_positions: torch.Tensor | None 
         ):  # the causal kernel skips half of the scores, a mask none
             query = _spread(query, query_positions, length)
             return _sdpa(query, key, value, rule).index_select(2, query_positions)
-    positions = query_positions
+    numbers = positions = query_positions
     if positions is None:
+        numbers = range(length - query.shape[2], length)
         positions = torch.arange(length - query.shape[2], length, device=query.device)
     blocks = []
-    for q, i in zip(query.split(BLOCK, 2), positions.split(BLOCK)):
-        first, end = max(0, int(i[0]) - window + 1), int(i[-1]) + 1 if rule.causal else length
+    for n, q in enumerate(query.split(BLOCK, 2)):
+        i, known = (each[n * BLOCK : (n + 1) * BLOCK] for each in (positions, numbers))
+        first, end = max(0, int(known[0]) - window + 1), int(known[-1]) + 1 if rule.causal else length
         distance = i[:, None] - torch.arange(first, end, device=query.device)
         seen = distance < window  # (queries, keys)
         if rule.causal:

@@ -12,6 +12,7 @@ from fake_models import Engine, Samples, arguments, built, on_gpu, sample, tower
 
 from llava_ds.data.collate import LoadedPair
 from llava_ds.data.loader import Window
+from llava_ds.data.shared_prompts import common_prompt
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.runner import Direct
 from llava_ds.extensions.table import EXTENSIONS
@@ -31,10 +32,15 @@ IMAGE = ("image", ((40, 30),))
 MESH = Mesh(dp=1, dp_rank=0)
 RANKS = Ranks(0, 0, 1, CUDA)
 SAMPLES = [sample(OPTIONS, 9, [IMAGE]), sample(OPTIONS, 30), sample(OPTIONS, 14, [IMAGE] * 2, source=1)]
-PAIRS = [
-    LoadedPair(*(replace(sample(OPTIONS, n, media), extra={"reference": -1.5}) for n in lengths))
-    for lengths, media in (((8, 12), [IMAGE]), ((5, 3), []))
-]
+
+
+def pair(lengths: tuple[int, int], media: list, shares: bool) -> LoadedPair:
+    chosen, rejected = (replace(sample(OPTIONS, n, media), extra={"reference": -1.5}) for n in lengths)
+    rejected = replace(rejected, media=chosen.media)
+    return LoadedPair(chosen, replace(rejected, shared=common_prompt(chosen, rejected) if shares else 0))
+
+
+PAIRS = [pair((8, 12), [IMAGE], True), pair((5, 3), [], True), pair((4, 4), [], False)]
 OBJECTIVES = {
     "sft": SFT(num_sources=2, grad_ranks=1),
     "sft by micro-batch": SFT("micro_batch", 2, grad_ranks=1),

@@ -66,7 +66,7 @@ class Flags(ExtensionFlags):
     simpo_gamma: Rate = _dpo(0.5, "dpo with simpo: target margin of the chosen answer.")
     share_prompts: bool = _pairs(
         True,
-        "dpo and reward: compute a prompt, with its images, once for all its answers in a micro-batch; the loss is the same. "
+        "dpo and reward: compute a prompt with its images once for its answers in a micro-batch; the loss is the same. "
         "False: once for each answer.",
         resume="layout",
     )

@@ -51,7 +51,7 @@ class Flags(ExtensionFlags):
     )
     share_prompts: bool = _rl(
         True,
-        "grpo and ppo: compute a prompt, with its images, once for all its answers in a micro-batch; the loss is the same. "
+        "grpo and ppo: compute a prompt with its images once for its answers in a micro-batch; the loss is the same. "
         "False: once for each answer.",
         resume="layout",
     )

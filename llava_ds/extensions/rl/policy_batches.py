@@ -54,8 +54,8 @@ class Group:
 class TrainedAnswer:
     """A trained answer with its prompt.
 
-    times: how often it was generated with this score (Drawn.scores); shares: the prompt is computed for the answer before
-    it in the pack.
+    times: how often it was generated with this score (Drawn.scores); shares: its prompt is computed for an answer
+    before it in the pack.
     """
 
     prompt: AskedPrompt

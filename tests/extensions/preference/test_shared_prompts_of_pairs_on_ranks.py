@@ -1,4 +1,4 @@
-"""Pairs that share their prompt train as pairs that don't: any ZeRO stage, with LoRA, and on ranks that share tokens."""
+"""Pairs that share their prompt train as pairs that don't: any ZeRO stage, with LoRA, and on ranks sharing tokens."""
 
 import pytest
 import toys

@@ -1,6 +1,7 @@
 """Forward and backward of ready models over fake CUDA tensors: nothing waits or mixes."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import ready_models
@@ -8,6 +9,7 @@ from daily import few, rest
 from fake_gpu import gpu
 from fake_models import arguments, backward, built, delta_net_kernels, flash_attn_2, flash_attn_3, on_gpu, talks
 
+from llava_ds.data.shared_prompts import common_prompt
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.model.heads import SummedLoss
 from llava_ds.model.open.model_plan import plan_model
@@ -49,7 +51,16 @@ def test_states_of_a_pack_with_kernels(monkeypatch, tmp_path, checkpointed):
     assert calls == dict.fromkeys(calls, 2 * (1 + checkpointed))  # of each of two layers
 
 
-def ready_model_trained_once(family, tmp_path, trained=False, capability=(9, 0), checkpointed=False, **text):
+@pytest.mark.parametrize("family", ["smolvlm", "gemma4", *rest("qwen3_vl", "gemma3")])
+def test_answers_that_share_their_prompt(family, tmp_path):
+    wide = {"global_head_dim": 264} if family == "gemma4" else {}
+    ready_model_trained_once(family, tmp_path, twice=True, **wide)
+
+
+def ready_model_trained_once(
+    family, tmp_path, trained=False, capability=(9, 0), checkpointed=False, twice=False, **text
+):
+    """twice: every sample comes twice, and the second shares the prompt."""
     args = arguments(**ready_models.write_ready(tmp_path, family, **text), version="processor", tune_mm_vision=trained,
                      tune_mm_mlp=True, tune_mm_llm=True)  # fmt: skip
     plan = plan_model(args.model, 512)
@@ -59,7 +70,11 @@ def ready_model_trained_once(family, tmp_path, trained=False, capability=(9, 0),
             model = built(plan.text_config, plan.tower, args, short=plan.whole_last_layer is None)
             if checkpointed:
                 checkpoint_layers(model.language_model)
-        (micro,) = on_gpu(talks(options), options)
+        samples = talks(options)
+        if twice:
+            samples = [both for one in samples for both in (one, replace(one, shared=common_prompt(one, one)))]
+        (micro,) = on_gpu(samples, options)
+        assert (micro.batch.shared is not None) == twice
         loss, _ = model(micro.batch, SummedLoss(2))
         backward(model, loss)
         assert not rules.waits
