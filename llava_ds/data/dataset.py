@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -194,12 +194,10 @@ class EncodedDataset(torch.utils.data.Dataset):
             if math.isnan(sum(both)):
                 return broken(row, f"its images could not be read when the {name} of its answers was computed")
         chosen_length, margin = (row.column(name)[0].as_py() for name in ("chosen_length", "margin"))
-        pair = _pair(sample, chosen_length, numbers | ({"margin": [margin, 0.0]} if margin else {}))
-        if not self.shares_prompts:
-            return pair
-        from llava_ds.data.shared_prompts import common_prompt
+        from llava_ds.data.pairs import pair_of
 
-        return replace(pair, rejected=replace(pair.rejected, shared=common_prompt(pair.chosen, pair.rejected)))
+        numbers |= {"margin": [margin, 0.0]} if margin else {}
+        return pair_of(sample, chosen_length, numbers, self.shares_prompts)
 
     # How samples are shuffled, and how many shards are shuffled together.
     drawn: tuple[str, int] = ("random", 1)
@@ -741,17 +739,6 @@ def _refuse_weights(dataset: EncodedDataset, objective: str) -> None:
 def broken(row: pa.Table, reason: str) -> BrokenSample:
     """Describe a record that can't be loaded, from its one-row table."""
     return BrokenSample(*(row.column(name)[0].as_py() for name in ("file", "line", "index", "id")), reason)
-
-
-def _pair(both: LoadedSample, chosen_length: int, numbers: dict[str, list[float]]) -> LoadedPair:
-    """Split the ids and labels of two answers laid end to end. numbers: values of both answers, by name."""
-    parts = slice(chosen_length), slice(chosen_length, None)
-    extra = [{name: values[i] for name, values in numbers.items()} for i in range(len(parts))]
-    cut = [
-        LoadedSample(both.input_ids[part], both.labels[part], both.media, both.source, extra=own)
-        for part, own in zip(parts, extra)
-    ]
-    return LoadedPair(*cut)
 
 
 def _ids_and_labels(row: pa.Table) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,32 +2,12 @@
 """Packs in which answers to the same prompt have it only once."""
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from llava_ds.batch import Batch, SharedPrompts
-from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.geometry import ImageOptions
-
-if TYPE_CHECKING:
-    from llava_ds.data.collate import LoadedSample
-
-
-def common_prompt(first: "LoadedSample", other: "LoadedSample") -> int:
-    """Count the leading tokens that two samples share: equal, unsupervised in both, and with all images of both.
-
-    Returns 0 if they differ before their last image.
-    """
-    size = min(len(first.input_ids), len(other.input_ids))
-    same = first.input_ids[:size] == other.input_ids[:size]
-    for sample in (first, other):
-        same &= sample.labels[:size] == IGNORE_INDEX
-    length = size - 1 if same.all() else int((~same).nonzero()[0])
-    images = [(sample.input_ids[length:] == IMAGE_TOKEN_INDEX).any() for sample in (first, other)]
-    is_same_media = [id(one) for one, _ in first.media] == [id(one) for one, _ in other.media]
-    return length if is_same_media and not any(images) else 0
 
 
 def share_prompts(batch: Batch, shared: list[int], options: ImageOptions) -> Batch:

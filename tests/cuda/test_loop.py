@@ -12,7 +12,7 @@ from fake_models import Engine, Samples, arguments, built, on_gpu, sample, tower
 
 from llava_ds.data.collate import LoadedPair
 from llava_ds.data.loader import Window
-from llava_ds.data.shared_prompts import common_prompt
+from llava_ds.data.pairs import common_prompt
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.runner import Direct
 from llava_ds.extensions.table import EXTENSIONS
