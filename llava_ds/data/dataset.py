@@ -194,7 +194,7 @@ class EncodedDataset(torch.utils.data.Dataset):
             if math.isnan(sum(both)):
                 return broken(row, f"its images could not be read when the {name} of its answers was computed")
         chosen_length, margin = (row.column(name)[0].as_py() for name in ("chosen_length", "margin"))
-        from llava_ds.data.pairs import pair_of
+        from llava_ds.data.loaded_pairs import pair_of
 
         numbers |= {"margin": [margin, 0.0]} if margin else {}
         return pair_of(sample, chosen_length, numbers, self.shares_prompts)

@@ -12,7 +12,7 @@ import sys
 MEASUREMENTS = {
     "planning": "step_planning",
     **dict.fromkeys(("packing", "preflight"), "data_costs"),
-    "shared_prompts": "shared_prompts",
+    "shared_prompts": "prompt_costs",
 }
 
 

@@ -11,8 +11,8 @@ from fake_gpu import CUDA, HostWait, gpu
 from fake_models import Engine, Samples, arguments, built, on_gpu, sample, tower_plan
 
 from llava_ds.data.collate import LoadedPair
+from llava_ds.data.loaded_pairs import common_prompt
 from llava_ds.data.loader import Window
-from llava_ds.data.pairs import common_prompt
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.runner import Direct
 from llava_ds.extensions.table import EXTENSIONS

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedPair, LoadedSample, collate, counts_of
-from llava_ds.data.pairs import common_prompt
+from llava_ds.data.loaded_pairs import common_prompt
 from llava_ds.geometry import media_layout
 from llava_ds.model import attention
 from llava_ds.model.heads import LogProbs, SummedLoss

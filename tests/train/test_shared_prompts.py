@@ -7,7 +7,7 @@ import toys
 from extension_there import needs_extension
 from transformers import AutoConfig
 
-from llava_ds.train.objectives.shared_prompts import shares_prompts
+from llava_ds.train.objectives.prompt_sharing import shares_prompts
 
 ON = SimpleNamespace(share_prompts=True)
 

@@ -11,7 +11,7 @@ from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import print_first
 from llava_ds.second_models.frozen import FrozenPlan, open_frozen, plan_frozen
 from llava_ds.train.objectives.objective import Objective
-from llava_ds.train.objectives.shared_prompts import shares_prompts
+from llava_ds.train.objectives.prompt_sharing import shares_prompts
 from llava_ds.train.plan import Plan, PlanDraft
 from llava_ds.train.start import Start
 

@@ -45,7 +45,7 @@ from llava_ds.runtime.waiting import queuing, waiting
 from llava_ds.second_models.frozen import Scorer
 from llava_ds.train.evaluating.sampling import Answer, DrawRules, draw_answers, numbers_for
 from llava_ds.train.evaluating.twin import frozen_copy, twin_of, whole_weights
-from llava_ds.train.objectives.shared_prompts import shares_prompts
+from llava_ds.train.objectives.prompt_sharing import shares_prompts
 from llava_ds.train.plan import Plan
 from llava_ds.train.start import Start
 

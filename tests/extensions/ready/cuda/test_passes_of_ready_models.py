@@ -9,7 +9,7 @@ from daily import few, rest
 from fake_gpu import gpu
 from fake_models import arguments, backward, built, delta_net_kernels, flash_attn_2, flash_attn_3, on_gpu, talks
 
-from llava_ds.data.pairs import common_prompt
+from llava_ds.data.loaded_pairs import common_prompt
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.model.heads import SummedLoss
 from llava_ds.model.open.model_plan import plan_model
