@@ -50,8 +50,8 @@ EXTENSIONS: dict[str, Trigger] = {
     ),
     "preference": Trigger(
         "the better of two answers: direct preference optimisation, and reward models",
-        "beta loss_type label_smoothing rpo_alpha simpo_gamma share_prompts ref_model_name_or_path "
-        "reward_loss center_rewards_coefficient",
+        "beta loss_type label_smoothing rpo_alpha simpo_gamma share_prompts no_share_prompts "
+        "ref_model_name_or_path reward_loss center_rewards_coefficient",
         adds={
             "objective": {
                 "dpo": "the chosen of two answers, from records with chosen and rejected",
@@ -62,8 +62,8 @@ EXTENSIONS: dict[str, Trigger] = {
     "rl": Trigger(
         "reinforcement learning: the model draws answers, and rewards judge them",
         "beta loss_type reward_funcs reward_weights reward_model_name_or_path num_generations max_completion_length "
-        "per_device_generation_batch_size vllm_server share_prompts temperature top_k top_p dynamic_sample "
-        "max_resample_times num_iterations epsilon epsilon_high importance_sampling_level scale_rewards "
+        "per_device_generation_batch_size vllm_server share_prompts no_share_prompts temperature top_k top_p "
+        "dynamic_sample max_resample_times num_iterations epsilon epsilon_high importance_sampling_level scale_rewards "
         "mask_truncated_completions use_bias_correction_kl critic_model_name_or_path critic_learning_rate kl_ctl gamma "
         "lam cliprange cliprange_value vf_coef clip_reward_value",
         leaves="rollouts.jsonl",
