@@ -14,10 +14,6 @@ from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.extensions.base import Axis
 
-# Up to this many remaining samples, the heaviest micro-batch is found exactly: packing takes about 3 us a sample, an
-# order 0.2 to 0.7 us.
-PLANNED_SAMPLES, SCANNED_SAMPLES = 2_000_000, 100_000_000
-
 
 class StepLayout(NamedTuple):
     """One optimizer step: its samples in order, and the micro-batches ([rank][micro-batch] -> samples)."""
@@ -200,88 +196,6 @@ class StepPlan:
         layout = self.step(step)
         own = range(self.packing.dp) if ranks is None else sorted(set(map(self.packing.dp_rank, ranks)))
         return [micro_batch for dp_rank in own for micro_batch in layout.of_ranks[dp_rank]]
-
-    def heaviest(self, done: int) -> list[int]:
-        """Return the samples of a micro-batch with as many tokens as the heaviest remaining one on any rank.
-
-        This is the first such micro-batch itself (empty if no step remains). If finding it would take long, return
-        samples that no micro-batch can surpass: the longest ones by count, or a pack of _most_tokens() or slightly
-        more. While the data are being encoded, only the shards that the next step needs are considered.
-        """
-        packing, lengths = self.packing, self.dataset.lengths
-        if not self.dataset.is_whole:
-            if done >= self.num_steps:
-                return []
-            self.step(done + 1)  # waits until the step's lengths are known
-            return self.dataset.heaviest_known(packing.micro_batch_size, packing.tokens_per_micro_batch)
-        left = (self.num_steps - done) * self.batch_size
-        if packing.tokens_per_micro_batch is not None:
-            if left > PLANNED_SAMPLES:
-                return pack_of(lengths, self._most_tokens(done))
-        elif left > SCANNED_SAMPLES:
-            number = min(packing.micro_batch_size, len(lengths))
-            longest = np.argpartition(lengths, -number)[-number:]
-            return np.resize(longest, packing.micro_batch_size).tolist()
-        elif not packing.ends_epochs_within_steps(len(lengths)):
-            return self._heaviest_of(itertools.islice(self.after(self._heaviest_step(done)), min(1, left)))
-        return self._heaviest_of(self.after(done))
-
-    def _heaviest_of(self, layouts: Iterable[StepLayout]) -> list[int]:
-        micro_batches = (micro for layout in layouts for rank in layout.of_ranks for micro in rank)
-        return max(micro_batches, key=self._tokens, default=[])
-
-    def _tokens(self, samples: list[int]) -> int:
-        return int(self.dataset.lengths[samples].sum()) if samples else 0
-
-    def _heaviest_step(self, done: int) -> int:
-        """Number of steps before the first one with the heaviest micro-batch by count."""
-        packing, lengths = self.packing, self.dataset.lengths
-        unit, per_step = self.batch_size, 1
-        if packing.across_epochs:
-            unit, per_step = packing.dp * packing.micro_batch_size, packing.num_micro_batches
-        found, most = done, -1
-        for first, rows in self.order.scan(unit, done * per_step, self.num_steps * per_step):
-            if rows.shape[1] == unit:
-                by_unit = lengths[rows].reshape(len(rows), -1, packing.micro_batch_size).sum(2).max(1)
-                step = (first + int(by_unit.argmax())) // per_step
-                tokens = int(by_unit.max())
-            else:  # the last samples of an epoch
-                step = first // per_step
-                tokens = self._tokens(self._heaviest_of([self.step(step + 1)]))
-            if tokens > most:
-                found, most = step, tokens
-        return found
-
-    def _most_tokens(self, done: int) -> int:
-        """Compute an upper bound of the tokens in any remaining pack.
-
-        plan_by_tokens puts the heaviest sample first into the lightest pack, whose cost is then at most the mean, and
-        no exchange makes the heaviest pack heavier. Packs that are still too long are cut to the bound, which is lower.
-        Samples cost at least their number of tokens.
-        """
-        packing, lengths, longest = self.packing, self.dataset.lengths, int(self.dataset.lengths.max())
-        cost_of_longest = int(packing.costs(np.array([longest]))[0])
-        if (self.num_steps - done) * self.batch_size > SCANNED_SAMPLES:
-            step_cost = self.batch_size * cost_of_longest
-        else:
-            scan = self.order.scan(self.batch_size, done, self.num_steps)
-            step_cost = max(int(packing.costs(lengths[rows].astype(np.int64)).sum(1).max()) for _, rows in scan)
-        evened = math.ceil(step_cost / packing.dp) + cost_of_longest
-        return max(longest, min(packing.tokens_per_micro_batch, evened))
-
-
-def pack_of(lengths: np.ndarray, num_tokens: int) -> list[int]:
-    """Choose the longest samples that add up to num_tokens, or slightly more; all samples if they have fewer tokens."""
-    left = np.bincount(lengths)  # number of samples of each length
-    taken = np.zeros_like(left)
-    for length in np.flatnonzero(left)[::-1].tolist():
-        taken[length] = min(left[length], num_tokens // length)
-        num_tokens -= length * int(taken[length])
-    left -= taken
-    if num_tokens > 0 and left[num_tokens:].any():  # close a remaining gap with the shortest sample that fills it
-        taken[num_tokens + int(np.argmax(left[num_tokens:] > 0))] += 1
-    wanted = np.flatnonzero(taken)
-    return [int(i) for length in wanted for i in np.flatnonzero(lengths == length)[: taken[length]]]
 
 
 def sample_order(args: Arguments, dataset: EncodedDataset, dp: int) -> SampleOrder:

@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpee
 from torch import nn
 
 from llava_ds.batch import Batch
+from llava_ds.data.heaviest import heaviest
 from llava_ds.data.loader import micro_batches
 from llava_ds.data.step_plan import StepPlan
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
@@ -31,7 +32,7 @@ STEPS_LOOKED_AT = 20  # steps checked for several micro-batches
 
 @dataclass(frozen=True)
 class LargestMicroBatch:
-    """The largest remaining micro-batch by tokens, the same on every rank (StepPlan.heaviest).
+    """The largest remaining micro-batch by tokens, the same on every rank (heaviest).
 
     samples: indices in the data set; accumulates: True if steps have several micro-batches, so that gradients are
     accumulated; probe: the objective's.
@@ -84,7 +85,7 @@ def largest_micro_batch(plan: StepPlan, done: int, probe: Head, ranks: Ranks, me
 
     Collective; only rank 0 searches for it.
     """
-    samples = broadcast_from_first(ranks, lambda: plan.heaviest(done))
+    samples = broadcast_from_first(ranks, lambda: heaviest(plan, done))
     batch = next(micro_batches(plan.dataset, [samples], 0, ranks.device, mesh)).batch
     layouts = itertools.islice(plan.after(done), STEPS_LOOKED_AT)
     accumulates = any(len(layout.of_ranks[0]) > 1 for layout in layouts)

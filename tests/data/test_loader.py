@@ -10,6 +10,7 @@ import toys
 from llava_ds.batch import Batch
 from llava_ds.data import packing
 from llava_ds.data.dataset import EncodedDataset
+from llava_ds.data.heaviest import heaviest
 from llava_ds.data.loader import Counts, Window, windows
 from llava_ds.data.packing import plan_by_tokens
 from llava_ds.data.sample_order import SampleOrder
@@ -175,10 +176,10 @@ def test_the_heaviest_micro_batch_of_the_steps_that_are_left(dataset, settings):
         ranks = [collect(plan, num_steps, rank, done) for rank in range(2)]
         shown = [samples_in(batch, dataset) for rank in ranks for window in rank for batch in window.batches]
         tokens = [sum(dataset.lengths[i] for i in samples) for samples in shown]
-        heaviest = dataclasses.replace(plan, num_steps=num_steps).heaviest(done)
-        assert sum(dataset.lengths[i] for i in heaviest) == max(tokens)
-        assert sorted(heaviest) in [sorted(samples) for samples in shown]
-    assert dataclasses.replace(plan, num_steps=3).heaviest(3) == []
+        found = heaviest(dataclasses.replace(plan, num_steps=num_steps), done)
+        assert sum(dataset.lengths[i] for i in found) == max(tokens)
+        assert sorted(found) in [sorted(samples) for samples in shown]
+    assert heaviest(dataclasses.replace(plan, num_steps=3), 3) == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])

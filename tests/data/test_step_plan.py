@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from llava_ds.data import step_plan
+from llava_ds.data import heaviest as heaviest_room
+from llava_ds.data.heaviest import heaviest, pack_of
 from llava_ds.data.sample_order import SampleOrder
-from llava_ds.data.step_plan import Packing, StepPlan, largest_share, pack_of
+from llava_ds.data.step_plan import Packing, StepPlan, largest_share
 from llava_ds.extensions.base import Axis
 
 HOWS = ("random", "file", "modality", "modality_auto", "length", "varlen", "bucket")
@@ -40,18 +41,18 @@ def test_the_heaviest_micro_batch_is_the_first_of_all_that_are_laid_out(by_token
     for _ in range(100):
         plan = some_plan(draw, by_tokens)
         for done in {0, plan.num_steps // 2, plan.num_steps}:
-            assert plan.heaviest(done) == walked(plan, done), plan
+            assert heaviest(plan, done) == walked(plan, done), plan
 
 
 @pytest.mark.parametrize("scans", [True, False])
 @pytest.mark.parametrize("by_tokens", [False, True])
 def test_no_micro_batch_of_large_data_surpasses_the_bound(by_tokens, scans, monkeypatch):
-    monkeypatch.setattr(step_plan, "PLANNED_SAMPLES", 0)
-    monkeypatch.setattr(step_plan, "SCANNED_SAMPLES", 10**6 if scans else 0)
+    monkeypatch.setattr(heaviest_room, "PLANNED_SAMPLES", 0)
+    monkeypatch.setattr(heaviest_room, "SCANNED_SAMPLES", 10**6 if scans else 0)
     draw, close = random.Random(2), 0
     for _ in range(200):
         plan = some_plan(draw, by_tokens)
-        tokens = plan.dataset.lengths[plan.heaviest(0)].sum()
+        tokens = plan.dataset.lengths[heaviest(plan, 0)].sum()
         most = plan.dataset.lengths[walked(plan, 0)].sum()
         assert tokens >= most, plan
         close += tokens <= 1.3 * most
@@ -71,7 +72,7 @@ def test_finding_the_heaviest_of_large_data_lays_out_no_epoch(monkeypatch):
         packing = Packing(64, 16, 1, bound)
         order = SampleOrder(len(lengths), packing.batch_size, 0, "random", lengths, 16)
         plan = StepPlan(dataset, order, packing, order.steps_per_epoch)
-        tokens = int(lengths[plan.heaviest(0)].sum())
+        tokens = int(lengths[heaviest(plan, 0)].sum())
         assert tokens == 8192 if bound else 16 * 1005 < tokens < 16 * 1999
     assert len(laid_out) < 5
 

@@ -3,16 +3,11 @@
 DeepSpeed 0.19 silently ignores unknown top-level keys, and reads "false" as true in fields that it does not validate.
 """
 
-import enum
-import typing
-
 from pydantic import BaseModel, ValidationError
 
-from llava_ds.config.arguments import every_flag
-from llava_ds.constants import did_you_mean, in_short
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, value_at
 from llava_ds.engine.ds_config.schema import DeepSpeedJson, fields_of, options, section_of, sections, strict_model
-from llava_ds.extensions.active import flags_class, own_keys
+from llava_ds.extensions.active import flags_class
 from llava_ds.extensions.table import EXTENSIONS
 
 # Keys removed in DeepSpeed 0.19, with their replacement. Older guides and configurations still have them.
@@ -194,6 +189,9 @@ def _validate(draft: Draft, model: type[BaseModel]) -> None:
         problems = error.errors()
     else:
         return
+    from llava_ds.engine.ds_config.key_messages import message
+
+    refused = _refused()
     for problem in problems:
         key = ".".join(as_json(part) if "." in str(part) else str(part) for part in problem["loc"])
         if key in draft.wrong:
@@ -202,7 +200,7 @@ def _validate(draft: Draft, model: type[BaseModel]) -> None:
         section, value = None, draft.config
         for part in problem["loc"]:
             section, value = value, None if problem["type"] == "missing" and part not in value else value[part]
-        draft.refuse(_message(key, value, problem))
+        draft.refuse(message(key, value, problem, refused))
         if isinstance(section, dict) and not (key in sections() and isinstance(value, dict)):
             section.pop(part, None)
 
@@ -220,126 +218,13 @@ def _without_auto(section: dict, model: type[BaseModel]) -> dict:
     return copy
 
 
-KINDS = {
-    "bool_type": "true or false",
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "string_type": "a text",
-    "list_type": "a list",
-    "dict_type": "an object",
-}
-
-
-def _message(key: str, value: object, problem: dict) -> str:
-    """Translate one of pydantic's errors to a message of this project."""
-    kind, context = problem["type"], problem.get("ctx", {})
-    if kind == "extra_forbidden":
-        *parent, name = problem["loc"]
-        return _unknown(".".join(parent), name, value)
-    if kind == "missing":
-        return f"{key} is missing in the DeepSpeed JSON: write it, or remove its section"
-    wanted = KINDS.get(kind)
-    if kind == "model_type":
-        wanted = f"an object with {', '.join(list(fields_of(sections()[key]))[:3])}, ..."
-    if kind == "literal_error":
-        wanted = context["expected"].replace("'", '"')
-    for limit, words in (("gt", "above"), ("ge", "from"), ("lt", "below"), ("le", "up to")):
-        if limit in context:
-            wanted = f"a number {words} {context[limit]:g}"
-    if wanted is not None:
-        return f"{key} is {as_json(value)} in the DeepSpeed JSON: write {wanted}"
-    message = problem["msg"].partition(", ")[2] or problem["msg"]  # from DeepSpeed's own validator
-    return f"{key or 'a key'} in the DeepSpeed JSON: {message}"
-
-
-def _unknown(parent: str, name: str, value: object) -> str:
-    """Return the message about a key that a section doesn't have."""
-    homes = [place for place, model in sections().items() if name in fields_of(model)]
-    nested = _nested(parent, name.split(".")) if "." in name else None
-    fields = fields_of(sections()[parent])
-    known = [key for key in fields if _is_of_use(f"{parent}.{key}".removeprefix("."))]
-    if nested is not None:
-        hint = f"nest it, as {nested}"
-    elif len(homes) == 1:
-        hint = _at_home(homes[0], name)
-    elif not parent and name in every_flag() and not isinstance(value, (dict, list)):
-        hint = f"it is a flag, give --{name} {in_short(value)}"
-    else:
-        otherwise = f"{parent} has {', '.join(known)}" if parent else "DeepSpeed would ignore it, remove it"
-        fitting = [key for key in known if _is_of_kind(value, fields[key])]
-        hint = did_you_mean(name, [*fitting, *([] if parent else own_keys())], otherwise)
-    shown = name if name.isascii() and name.replace("_", "a").isalnum() else as_json(name)
-    return f"{parent + '.' if parent else ''}{shown} in the DeepSpeed JSON is not a DeepSpeed key: {hint}"
-
-
-def _is_of_use(key: str) -> bool:
-    """True for a key that may be suggested: not removed, not renamed, and not missing its prefix."""
-    parent, _, name = key.rpartition(".")
-    info = sections()[parent].model_fields.get(name)
-    without_prefix = info is not None and info.alias is not None
-    return not (without_prefix or key in REMOVED or key in RENAMED or key in UNSUPPORTED or key in UNSUPPORTED_SECTIONS)
-
-
-def _at_home(home: str, name: str) -> str:
-    """Return the hint for a misplaced key. If it would be refused in its right place, returns the reason for that."""
-    key = f"{home}.{name}".removeprefix(".")
-    if key in UNSUPPORTED:
-        return f"remove it, {UNSUPPORTED[key][1].format(size='N')}"
-    if key in REMOVED:
-        return f"it is gone from DeepSpeed 0.19, {REMOVED[key]}"
-    if key in RENAMED:
-        return f"write {RENAMED[key]}, in {home}" if home else f"write {RENAMED[key]}"
-    if home.startswith("zero_optimization.zenflow"):
-        return "it belongs to ZenFlow, not supported yet: remove it"
-    return f"it belongs into {home}" if home else "it belongs at the top level, outside sections"
-
-
-def _is_of_kind(value: object, annotation: object) -> bool:
-    """True if a key of this annotation could hold the value (a section can't hold a number)."""
-    if value == AUTO:
-        return section_of(annotation) is None
-    kind = "section" if isinstance(value, dict) else "list" if isinstance(value, list) else None
-    kind = kind or ("truth" if isinstance(value, bool) else "text" if isinstance(value, str) else "number")
-    return kind in _kinds_of(annotation)
-
-
-def _kinds_of(annotation: object) -> set[str]:
-    """Return the kinds of values that an annotation accepts."""
-    kinds: set[str] = set()
-    for option in options(annotation):
-        origin = typing.get_origin(option)
-        if option is object:
-            return {"section", "list", "truth", "text", "number"}
-        if origin is typing.Literal:
-            kinds |= {"text" if isinstance(each, str) else "number" for each in typing.get_args(option)}
-        elif option is dict or origin is dict or (isinstance(option, type) and issubclass(option, BaseModel)):
-            kinds.add("section")
-        elif option is list or origin is list:
-            kinds.add("list")
-        elif option is bool:
-            kinds.add("truth")
-        elif option in (int, float):
-            kinds.add("number")
-        elif isinstance(option, type) and issubclass(option, enum.Enum):
-            kinds |= {"number" if isinstance(each.value, int) else "text" for each in option}
-        elif option is not type(None):
-            kinds.add("text")
-    return kinds
-
-
-def _nested(parent: str, path: list[str]) -> str | None:
-    """Write a dotted key as nested objects; None for an unknown key."""
-    model = sections()[parent]
-    for index, name in enumerate(path):
-        annotation = fields_of(model).get(name)
-        if annotation is None:
-            return None
-        model = section_of(annotation)
-        if model is None:
-            if index < len(path) - 1 and dict not in options(annotation):
-                return None
-            break
-    return "{" + ": {".join(f'"{name}"' for name in path) + ": ..." + "}" * len(path)
+def _refused() -> dict[str, str]:
+    """Return the keys that are refused wherever they stand, with the remedy of each."""
+    found = dict(UNSUPPORTED_SECTIONS)
+    found |= {key: f"write {instead}" for key, instead in RENAMED.items() if "." not in key}
+    found |= {key: f"write {instead}, in {key.rpartition('.')[0]}" for key, instead in RENAMED.items() if "." in key}
+    found |= {key: f"it is gone from DeepSpeed 0.19, {instead}" for key, instead in REMOVED.items()}
+    return found | {key: f"remove it, {why.format(size='N')}" for key, (_, why) in UNSUPPORTED.items()}
 
 
 def _without_nulls(config: dict) -> dict:

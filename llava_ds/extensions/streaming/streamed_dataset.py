@@ -35,9 +35,9 @@ from llava_ds.data.dataset import (
 )
 from llava_ds.data.encoded_rows import media_of_text
 from llava_ds.data.fingerprint import box_parts, digest_of, options_part, options_that_matter, video_parts
+from llava_ds.data.heaviest import pack_of
 from llava_ds.data.sample_order import shards_in_order
 from llava_ds.data.seen_files import changed_files
-from llava_ds.data.step_plan import pack_of
 from llava_ds.runtime.ranks import Ranks, barrier, gather, on_every_rank, print_first, printable
 from llava_ds.runtime.waiting import note_progress
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 from benchmark.length_mix import FINETUNE, length_mix
 
+from llava_ds.data.heaviest import heaviest
 from llava_ds.data.mapped_arrays import Mapped, mapped
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.data.step_plan import Packing, StepPlan, largest_share
@@ -100,8 +101,8 @@ def write_index(folder: Path, num_samples: int) -> Mapped:
     return mapped(folder, make)
 
 
-def plan_as_rank(folder: Path, num_samples: int, packing: Packing, how: str, heaviest: bool) -> Row:
-    """Open the index, make or map an epoch's order, and lay out the first steps. heaviest: include rank 0's search."""
+def plan_as_rank(folder: Path, num_samples: int, packing: Packing, how: str, searches: bool) -> Row:
+    """Open the index, make or map an epoch's order, and lay out the first steps. searches: include rank 0's search."""
     before, began, used = anonymous_bytes(), time.perf_counter(), time.thread_time()
     arrays = {name: np.asarray(array) for name, array in write_index(folder, num_samples).arrays.items()}
     opened = time.perf_counter() - began
@@ -121,10 +122,10 @@ def plan_as_rank(folder: Path, num_samples: int, packing: Packing, how: str, hea
             next(steps)
             each.append(time.process_time() - began)
     row = {"open": opened, "first": first, "cpu": cpu, "step": float(np.median(each)), "private": largest[0] - before}
-    if heaviest:
+    if searches:
         began = time.perf_counter()
         largest_share(order, arrays["lengths"], packing.dp)
-        plan.heaviest(0)
+        heaviest(plan, 0)
         row["heaviest"] = time.perf_counter() - began
     return row
 

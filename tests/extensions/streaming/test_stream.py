@@ -17,6 +17,7 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.constants import DataError
 from llava_ds.data import shards
 from llava_ds.data.dataset import ALONE, BrokenSample, DataSpec, PreflightOptions
+from llava_ds.data.heaviest import heaviest
 from llava_ds.data.sample_order import SampleOrder, by_shards, shards_in_order
 from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.data.step_plan import Packing, StepPlan
@@ -156,10 +157,10 @@ def test_the_largest_micro_batch_is_made_of_what_the_next_step_needs(spec):
     order = SampleOrder(NUMBER, 4, 1, "shards", data.lengths_for("shards"), shuffled_together=1)
     for tokens in (None, 400):
         plan = StepPlan(data, order, Packing(2, 2, 1, tokens), num_steps=11)
-        found = plan.heaviest(0)
+        found = heaviest(plan, 0)
         longest = sorted(data.lengths[data.lengths > 0])
         assert data.lengths[found].sum() >= (sum(longest[-2:]) if tokens is None else tokens), tokens
-        assert plan.heaviest(11) == []
+        assert heaviest(plan, 11) == []
 
 
 def killed() -> None:
