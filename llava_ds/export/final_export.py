@@ -22,12 +22,12 @@ from llava_ds.export.bit_check import Written, check_written
 from llava_ds.export.card import write_card
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.layer_by_layer import NotCompared
-from llava_ds.export.llava_folder import PROJECTOR_FILES
 from llava_ds.export.output_folder import write_live_folder
 from llava_ds.export.reload_check import Base, compare_reloaded, compared_positions, describe_bits, describe_comparison
 from llava_ds.extensions.active import text_part
 from llava_ds.files.writing import REMEDIES, described
 from llava_ds.model.heads import Logits
+from llava_ds.model.open.names import PROJECTOR_FILES
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.tf32 import exact_fp32
 from llava_ds.tracking.run_record import read_run_record

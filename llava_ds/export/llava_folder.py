@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig
 
 from llava_ds.config.arguments import trained_parts, trains_new_rows
 from llava_ds.export.bit_check import Written, sums_of
@@ -12,6 +11,7 @@ from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, read_entries, renamed
 from llava_ds.export.tokenizer_files import write_generation_config, write_llava_tokenizer, write_variables
+from llava_ds.export.transformers_folder import plain_config, with_old_names
 from llava_ds.extensions.active import text_part
 from llava_ds.files.writing import write_file, write_tensors
 from llava_ds.model.families.language import LLAVA_CLASSES
@@ -63,32 +63,6 @@ def llava_config(
     }
 
 
-def plain_config(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> dict[str, object]:
-    """Return a part's configuration without its local path."""
-    plain = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
-    return plain if dtype is None else {**plain, "dtype": str(dtype).removeprefix("torch.")}
-
-
-def with_old_names(config: dict[str, object]) -> dict[str, object]:
-    """Add transformers 4's names to a language model's configuration: it does not read rope_parameters.
-
-    It would use the default angle instead.
-    """
-    config = dict(config)
-    if config.get("dtype") is not None:
-        config["torch_dtype"] = str(config["dtype"]).removeprefix("torch.")
-    rope = config.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" in rope:
-        config["rope_theta"] = rope["rope_theta"]
-        rest = {key: value for key, value in rope.items() if key != "rope_theta"}
-        if rest.get("rope_type", "default") != "default":
-            config["rope_scaling"] = {**rest, "type": rest["rope_type"]}
-    return config
-
-
-PROJECTOR_FILES = ("mm_projector.bin", "mm_projector.safetensors", "config.json")
-
-
 def llava_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
     """Return the entries to write: LLaVA's names, without rows added by an export, and with the complete tower."""
     tower = read_entries("vision_tower", export.model.sources.whole_tower())
@@ -123,7 +97,7 @@ def write_llava(export: ExportPlan, entries: list[Entry], output_dir: Path, *, h
 
 
 def write_projector(export: ExportPlan, entries: list[Entry], output_dir: Path) -> Written:
-    """Write PROJECTOR_FILES, and return checksums of the tensors' bits.
+    """Write names.PROJECTOR_FILES, and return checksums of the tensors' bits.
 
     These are the projector twice, with LLaVA's keys, and config.json with LLaVA's fields. entries: of the model; the
     newline becomes model.image_newline.
@@ -131,7 +105,7 @@ def write_projector(export: ExportPlan, entries: list[Entry], output_dir: Path) 
     kind = export.args.mm_projector_type
     written = projector_entries(export, entries)
     tensors = {formats.projector_to_llava(entry.name, kind): entry.read() for entry in written}
-    paths = [output_dir / name for name in PROJECTOR_FILES]
+    paths = [output_dir / name for name in formats.PROJECTOR_FILES]
     write_file(paths[0], lambda file: torch.save(tensors, file))
     write_tensors(paths[1], tensors)
     config = llava_config(export, max_length=export.max_length)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from transformers.initialization import no_init_weights
 from llava_ds.constants import ConfigError
 from llava_ds.export.bit_check import Written
 from llava_ds.export.export_plan import ExportPlan
-from llava_ds.export.llava_folder import PROJECTOR_FILES, llava_entries, projector_entries, write_llava, write_projector
 from llava_ds.export.tensors import Counted, Entry, live_entries, take_part, without_value_head, write_value_head
 from llava_ds.export.tokenizer_files import ORIGINAL_FILES
 from llava_ds.export.transformers_folder import hf_entries, write_hf
@@ -23,7 +22,7 @@ from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.files.model_files import ADAPTER_FILES, BESIDE_ADAPTER, JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.open.loading import return_freed_memory
-from llava_ds.model.open.names import VALUE_HEAD_FILE
+from llava_ds.model.open.names import PROJECTOR_FILES, VALUE_HEAD_FILE
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.scratch import scratch_folder
 
@@ -36,8 +35,17 @@ MODEL_FILES = (
 )  # fmt: skip
 
 
-WRITERS = {"hf": write_hf, "llava": write_llava, "projector": write_projector}
-ENTRIES = {"hf": hf_entries, "llava": llava_entries, "projector": projector_entries}
+def _functions(form: str) -> tuple[Callable[..., list[Entry]], Callable[..., Written]] | None:
+    """Return the functions that list and write the entries of a form; None for an extension's."""
+    if form == "hf":
+        return hf_entries, write_hf
+    if form not in ("llava", "projector"):
+        return None
+    from llava_ds.export import llava_folder as llava
+
+    own = {"llava": (llava.llava_entries, llava.write_llava)}
+    own["projector"] = llava.projector_entries, llava.write_projector
+    return own[form]
 
 
 def folder_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
@@ -46,7 +54,8 @@ def folder_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
     entries: of the model; the plan's form is "hf", "llava" or "projector".
     """
     rest, head = without_value_head(entries)
-    return ENTRIES[export.form](export, rest) + head
+    list_entries, _ = _functions(export.form)
+    return list_entries(export, rest) + head
 
 
 def write_folder(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
@@ -56,8 +65,8 @@ def write_folder(export: ExportPlan, entries: list[Entry], output_dir: Path, *, 
     its own file) are not written so.
     """
     rest, head = without_value_head(entries)
-    if export.form in WRITERS:
-        written = WRITERS[export.form](export, rest, output_dir, **({"holes": True} if holes else {})) or {}
+    if (functions := _functions(export.form)) is not None:
+        written = functions[1](export, rest, output_dir, **({"holes": True} if holes else {})) or {}
     else:
         choice("format", export.form).write(export, rest, output_dir)
         written = {}

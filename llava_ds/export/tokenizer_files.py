@@ -12,7 +12,6 @@ from llava_ds.constants import IM_END_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, IMA
 from llava_ds.data.end_markers import end_markers
 from llava_ds.data.templates import resolve_template
 from llava_ds.files.model_files import check_folder, library_errors, own_file, read_json_if_there
-from llava_ds.template_variables import split_defaults
 from llava_ds.tokenizer import begins_with_bos, leave_bos_to_template, read_tokenizer
 
 VIDEO_TOKEN = "<video>"
@@ -102,6 +101,8 @@ def write_variables(tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> Non
 
     It replaces the template in the folder's other files.
     """
+    from llava_ds.template_variables import split_defaults
+
     template = tokenizer.chat_template
     if not isinstance(template, str) or not split_defaults(template)[0]:
         return

@@ -5,6 +5,7 @@ import json
 from functools import partial
 from pathlib import Path
 
+import torch
 from transformers import (
     CLIPImageProcessorPil,
     LlavaConfig,
@@ -15,6 +16,7 @@ from transformers import (
     LlavaOnevisionConfig,
     LlavaOnevisionImageProcessorPil,
     LlavaProcessor,
+    PreTrainedConfig,
     PreTrainedTokenizerBase,
     SiglipImageProcessorPil,
 )
@@ -24,7 +26,6 @@ from llava_ds.data.jinja_templates import chat_template
 from llava_ds.data.templates import resolve_template
 from llava_ds.export.bit_check import Written
 from llava_ds.export.export_plan import ExportPlan, hf_container, own_vision
-from llava_ds.export.llava_folder import plain_config, with_old_names
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, read_entries, renamed
 from llava_ds.export.tokenizer_files import VIDEO_TOKEN, hf_tokenizer, write_generation_config, write_hf_tokenizer
@@ -35,6 +36,29 @@ from llava_ds.model.open import names as formats
 from llava_ds.model.open.hf import HF_CLASSES
 
 CONFIGS = {"llava": LlavaConfig, "llava_next": LlavaNextConfig, "llava_onevision": LlavaOnevisionConfig}
+
+
+def plain_config(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> dict[str, object]:
+    """Return a part's configuration without its local path."""
+    plain = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
+    return plain if dtype is None else {**plain, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def with_old_names(config: dict[str, object]) -> dict[str, object]:
+    """Add transformers 4's names to a language model's configuration: it does not read rope_parameters.
+
+    It would use the default angle instead.
+    """
+    config = dict(config)
+    if config.get("dtype") is not None:
+        config["torch_dtype"] = str(config["dtype"]).removeprefix("torch.")
+    rope = config.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        config["rope_theta"] = rope["rope_theta"]
+        rest = {key: value for key, value in rope.items() if key != "rope_theta"}
+        if rest.get("rope_type", "default") != "default":
+            config["rope_scaling"] = {**rest, "type": rest["rope_type"]}
+    return config
 
 
 def hf_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,9 +12,10 @@ from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset, sample_ids
 from llava_ds.data.step_plan import StepPlan
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
-from llava_ds.engine.warm_up import LargestMicroBatch
-from llava_ds.runtime.device_memory import first_line, in_use, is_out_of_memory
 from llava_ds.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from llava_ds.engine.warm_up import LargestMicroBatch
 
 MOST_NAMED = 8  # samples
 
@@ -40,6 +42,10 @@ class MemoryWatch:
         self._step, self._batch = -1, None
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if error is None:
+            return
+        from llava_ds.runtime.device_memory import first_line, in_use, is_out_of_memory
+
         if is_out_of_memory(error, self._ranks.device):
             from llava_ds.tracking.memory_advice import advice
 
@@ -52,7 +58,7 @@ class MemoryWatch:
             raise ConfigError("\n".join(lines)) from error
 
     @contextmanager
-    def warm_up(self, largest: LargestMicroBatch) -> Iterator[None]:
+    def warm_up(self, largest: "LargestMicroBatch") -> Iterator[None]:
         """Context for the warm-up before the first step."""
         self._warming_up = largest.samples
         with self:

@@ -13,12 +13,12 @@ from llava_ds.files.writing import write_output, write_whole
 from llava_ds.tracking.blocks import Block, charts, details, heading, note, pre, render, styled, table, tiles
 from llava_ds.tracking.chart import bar_chart
 from llava_ds.tracking.curves import learning_curves, machine_curves, objective_curves
-from llava_ds.tracking.result import evaluation_part, result_card
 from llava_ds.tracking.run_files import RunFiles, read_run
 from llava_ds.tracking.series import is_number
 from llava_ds.tracking.wording import NUMBERS, model_of, num_bytes
 
 FILE = "report.html"
+HOW = "python run/evaluate.py --model_path {folder} --compare_without_image --output {folder}/evaluation.json"
 MOST_REJECTED = 50  # rows of a table
 LEFT_OUT = "left out:"  # begins the reasons in EncodedDataset.summary
 
@@ -49,21 +49,31 @@ def write_report(output_dir: Path, path: Path | None = None) -> Path:
     return path
 
 
-def _mistakes(run: RunFiles) -> list[Block]:
+def _evaluations(run: RunFiles) -> tuple[Block, dict[str, list[Block]]]:
+    """Return the card of the run's scores, or the command that computes them, and the sections about evaluations."""
     if not run.evaluations:
-        return []
+        return _not_evaluated(run), {}
     from llava_ds.tracking.mistakes import mistakes_part
+    from llava_ds.tracking.result import evaluation_part, result_card
 
-    return mistakes_part(run)
+    return result_card(run) or _not_evaluated(run), {"Mistakes": mistakes_part(run), "Evaluation": evaluation_part(run)}
+
+
+def _not_evaluated(run: RunFiles) -> Block:
+    if run.flags.get("tune_mm_mlp_adapter"):
+        return note("Stage 1 trains only a projector: score the model after stage 2, which starts from it.", "note")
+    text = "Not evaluated yet. This scores the model with and without the image, and puts it here:"
+    return {"kind": "no_result", "blocks": [note(text, "note"), pre(HOW.format(folder=run.output_dir))]}
 
 
 def report_page(run: RunFiles) -> str:
     """Return the page as HTML: first the result of the run, then learning, then the machine."""
+    card, evaluations = _evaluations(run)
     sections = {
-        "Mistakes": _mistakes(run),
+        "Mistakes": evaluations.get("Mistakes", []),
         "Learning": learning_curves(run),
         "Objective": objective_curves(run),
-        "Evaluation": evaluation_part(run),
+        "Evaluation": evaluations.get("Evaluation", []),
         "Data": _data(run),
         "The machine": [tiles(_figures(run, MACHINE)), *machine_curves(run)],
         "Configuration": [*_flags(run), *_deepspeed(run)],
@@ -90,7 +100,7 @@ def report_page(run: RunFiles) -> str:
         state=_state(steps, planned, done, is_over),
         when=" · ".join(filter(None, when)),
         problems=[note(run.problems[name], "warn") for name in ("run.json", "metrics.jsonl") if name in run.problems],
-        first=[result_card(run), tiles([*_figures(run, LEARNING), *left_out])],
+        first=[card, tiles([*_figures(run, LEARNING), *left_out])],
         sections={title: blocks for title, blocks in sections.items() if blocks},
         written=time.strftime("%Y-%m-%d %H:%M %z"),
         folder=run.output_dir.resolve(),

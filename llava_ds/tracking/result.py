@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from llava_ds.tracking.blocks import COLOURS, Block, details, heading, note, pre, table
+from llava_ds.tracking.blocks import COLOURS, Block, details, heading, note, table
 from llava_ds.tracking.run_files import RunFiles
 from llava_ds.tracking.series import is_number
 from llava_ds.tracking.wording import shown_score
@@ -16,7 +16,6 @@ CONDITIONS = {
     "without picture": "no image and no image mark: the language model's answer to the bare question, a prompt that "
     "it may never have seen in training",
 }
-HOW = "python run/evaluate.py --model_path {folder} --compare_without_image --output {folder}/evaluation.json"
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,12 @@ class Scores:
         return total / asked if asked else math.nan
 
 
-def result_card(run: RunFiles) -> Block:
-    """Return the score under each condition and by kind of question, or the command that computes it."""
+def result_card(run: RunFiles) -> Block | None:
+    """Return the score under each condition and by kind of question; None if no file has any."""
     names = sorted(run.evaluations, key=lambda name: (name != MAIN_FILE, name))
     scores = next(filter(None, (_read_scores(run.evaluations[name]) for name in names)), None)
     if scores is None:
-        return _not_evaluated(run)
+        return None
     main, *blind = scores.columns
     kinds = [kind for kind in scores.columns[main] if kind != OVERALL]
     largest = max([1.0, *(mean for kind in kinds if math.isfinite(mean := scores.mean(main, kind)))])
@@ -75,13 +74,6 @@ def condition_notes(scores: object) -> list[Block]:
     """Return a sentence for each condition in a table of scores."""
     found = scores if isinstance(scores, dict) else {}
     return [note(f"{name}: {meaning}.", "note") for name, meaning in CONDITIONS.items() if name in found]
-
-
-def _not_evaluated(run: RunFiles) -> Block:
-    if run.flags.get("tune_mm_mlp_adapter"):
-        return note("Stage 1 trains only a projector: score the model after stage 2, which starts from it.", "note")
-    text = "Not evaluated yet. This scores the model with and without the image, and puts it here:"
-    return {"kind": "no_result", "blocks": [note(text, "note"), pre(HOW.format(folder=run.output_dir))]}
 
 
 def _read_scores(content: dict) -> Scores | None:

@@ -19,7 +19,6 @@ from llava_ds.engine.ds_config.optimizer import kernels_of, num_moments
 from llava_ds.engine.param_groups import choose_trainable, describe_parts, parameter_groups
 from llava_ds.engine.runner import Direct, Runner
 from llava_ds.engine.start import check_engine, seed_everything, start_engine
-from llava_ds.engine.warm_up import LargestMicroBatch, NewEngine, largest_micro_batch
 from llava_ds.extensions.active import choice
 from llava_ds.extensions.base import Asked, Hook, Measure, Phase, SessionPart
 from llava_ds.model.attention import attention_report
@@ -40,6 +39,7 @@ from llava_ds.train.start import Start
 from llava_ds.train.state import TrainState
 
 if TYPE_CHECKING:
+    from llava_ds.engine.warm_up import NewEngine
     from llava_ds.train.evaluating.evals import Evaluation
 
 
@@ -237,20 +237,31 @@ def _warm_up(
     plan: Plan, model: LlavaModel, runner: Runner, probe: Head, checkpointed: dict, memory: MemoryWatch, started: Start
 ) -> None:
     """Let extensions act on the new engine, compile, and run the largest remaining micro-batch."""
-    config, ranks = plan.resolved.config, started.ranks
-    done, moments = plan.resumed_step, num_moments(config) + plan.args.extra_moments
+    how, new = plan.args.training.gradient_checkpointing, None
+    if plan.active.wraps or how == "auto" or started.ranks.device.type == "cuda":
+        new = _new_engine(plan, model, runner, probe, checkpointed, memory, started)
+        if how == "auto":
+            print_first(*choice("gradient_checkpointing", how)(new))
+        print_first(*plan.active.started(new))
+    if deep_compiles(plan.resolved.config):
+        runner.engine.compile()
+    if new is not None:
+        new.warm_up()
+
+
+def _new_engine(
+    plan: Plan, model: LlavaModel, runner: Runner, probe: Head, checkpointed: dict, memory: MemoryWatch, started: Start
+) -> "NewEngine":
+    from llava_ds.engine.warm_up import LargestMicroBatch, NewEngine, largest_micro_batch
+
+    ranks, done = started.ranks, plan.resumed_step
+    moments = num_moments(plan.resolved.config) + plan.args.extra_moments
 
     def find() -> LargestMicroBatch | None:
         is_left = done < plan.steps.num_steps
         return largest_micro_batch(plan.steps, done, probe, ranks, started.mesh) if is_left else None
 
-    new = NewEngine(plan.resolved, model, runner, checkpointed, moments, ranks, memory.warm_up, find)
-    if (how := plan.args.training.gradient_checkpointing) == "auto":
-        print_first(*choice("gradient_checkpointing", how)(new))
-    print_first(*plan.active.started(new))
-    if deep_compiles(config):
-        runner.engine.compile()
-    new.warm_up()
+    return NewEngine(plan.resolved, model, runner, checkpointed, moments, ranks, memory.warm_up, find)
 
 
 def _saver(plan: Plan, engine, ranks: Ranks) -> Saver:

@@ -18,13 +18,13 @@ from llava_ds.data.images.headers import probe
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.templates import Message, render_prompt
 from llava_ds.engine.construct import build_model
-from llava_ds.export.llava_folder import PROJECTOR_FILES
 from llava_ds.export.reload_check import compare_reloaded
 from llava_ds.extensions.infer.generate import Prompt, answer, prompt_ids
 from llava_ds.extensions.infer.load import load_model
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.model.heads import Logits
 from llava_ds.model.open.model_plan import plan_model
+from llava_ds.model.open.names import PROJECTOR_FILES
 
 STAGE_0 = {"zero_optimization": {"stage": 0}}
 SIZES = [(60, 20), (20, 60), (45, 46), (24, 24), (90, 30), (5, 200), (33, 61)]

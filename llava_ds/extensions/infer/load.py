@@ -29,6 +29,7 @@ from llava_ds.model.open.weights import WeightFiles
 from llava_ds.model.vision import side_of
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tokenizer import note_rows, tokens_without_rows
+from llava_ds.videos import Clip
 
 if TYPE_CHECKING:
     from llava_ds.export.export_plan import ExportPlan
@@ -230,7 +231,9 @@ def _image_options(model: HFModel, processor: dict, path: Path) -> ImageOptions:
     written = getattr(config, "llava_ds_pictures", None)
     if written is not None:
         try:
-            options = TypeAdapter(ImageOptions).validate_python(written)
+            adapter = TypeAdapter(ImageOptions)
+            adapter.rebuild(_types_namespace={"Clip": Clip})  # geometry imports it for its annotation alone
+            options = adapter.validate_python(written)
             if not _fits(options, config.vision_config):
                 raise ValueError("its sizes are not the tower's")
             return options

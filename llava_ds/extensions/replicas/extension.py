@@ -1,7 +1,6 @@
 """The comparison of copies in a run: every few steps, when the step is judged."""
 
 from llava_ds.extensions.base import Extension, Hook, Phase, StepEnd
-from llava_ds.extensions.replicas.replicas import check_replicas
 
 
 class Compare(Hook):
@@ -9,7 +8,10 @@ class Compare(Hook):
 
     def after_step(self, end: StepEnd) -> None:
         session, every = self.session, self.session.plan.args.own["replicas"].check_divergence_steps
-        check_replicas(session.model, end.step, every, session.ranks)
+        if every and end.step % every == 0 and session.ranks.world_size > 1:
+            from llava_ds.extensions.replicas.replicas import check_replicas
+
+            check_replicas(session.model, end.step, every, session.ranks)
 
 
 extension = Extension(hooks=((Phase.JUDGE, Compare),))

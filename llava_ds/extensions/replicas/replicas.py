@@ -17,11 +17,9 @@ def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks) 
     """Raise DataError on every rank if copies of a parameter differ. Collective.
 
     At ZeRO 0 to 2 every parameter is compared. At ZeRO-3 only the small ones that stay gathered are; their copies are
-    rebuilt from shards after every step. every: number of steps between checks; 0: never. Reads every weight once, and
+    rebuilt from shards after every step. every: number of steps between checks. Reads every weight once, and
     waits for the device.
     """
-    if every == 0 or step % every or ranks.world_size == 1:
-        return
     everyone = gather(replica_sums(model), ranks)
     if wrong := _odd_ones(everyone):
         lines = [

@@ -25,6 +25,7 @@ LANGUAGE_MODEL = "language_model."
 VALUE_HEAD = "value_head."  # its own file omits this prefix
 VALUE_HEAD_FILE = "value_head.safetensors"  # in the model's folder; its one tensor is the head's weight
 LLAVA_NEWLINE = "model.image_newline"
+PROJECTOR_FILES = ("mm_projector.bin", "mm_projector.safetensors", "config.json")  # stage 1's folder
 PARTS = ("vision_tower", "projector", "newline", "language_model", "value_head")
 
 

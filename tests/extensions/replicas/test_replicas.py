@@ -1,5 +1,8 @@
 """One bit of one parameter on one rank is seen, and said with the rank's and the parameter's name."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -9,6 +12,7 @@ from llava_ds.engine import non_finite
 from llava_ds.engine.non_finite import _norm
 from llava_ds.engine.placement import Placement
 from llava_ds.extensions.replicas import replicas
+from llava_ds.extensions.replicas.extension import Compare
 from llava_ds.extensions.replicas.replicas import check_replicas, replica_sums
 from llava_ds.model.open import loading
 from llava_ds.runtime.ranks import Ranks
@@ -38,8 +42,21 @@ def test_a_changed_bit_is_found_and_the_rank_named(monkeypatch, dtype):
     as_seen_by_others(monkeypatch, model_of(dtype), with_one_bit_changed(model_of(dtype)))
     with pytest.raises(DataError, match=r"step 20:.*most others'(?s:.*)rank 2: 1 of 4 parameters, 1\.weight"):
         check_replicas(model_of(dtype), 20, 10, RANKS)
-    check_replicas(model_of(dtype), 21, 10, RANKS)
-    check_replicas(model_of(dtype), 20, 0, RANKS)
+
+
+def test_a_run_compares_them_at_every_so_many_steps(monkeypatch):
+    as_seen_by_others(monkeypatch, model_of(), with_one_bit_changed(model_of()))
+
+    def compare(every: int, step: int, ranks: Ranks = RANKS) -> None:
+        args = SimpleNamespace(own={"replicas": SimpleNamespace(check_divergence_steps=every)}, training=None)
+        session = SimpleNamespace(model=model_of(), ranks=ranks, plan=SimpleNamespace(args=args))
+        Compare(session).after_step(SimpleNamespace(step=step))
+
+    with pytest.raises(DataError, match="step 20"):
+        compare(10, 20)
+    compare(10, 21)
+    compare(0, 20)
+    compare(10, 20, dataclasses.replace(RANKS, world_size=1))
 
 
 def test_copies_pass_and_parts_of_zero_3_are_not_compared(monkeypatch):
