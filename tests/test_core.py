@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 123,
-    "imported lines": 19054,
+    "imported lines": 18969,
     "files at the end": 205,
     "lines at the end": 29845,
     "feature words": 55,
     "kernel files": 40,
-    "kernel lines": 5828,
-    "all lines": 71043,
+    "kernel lines": 5754,
+    "all lines": 71109,
 }
 
 # What one reads to understand training.
