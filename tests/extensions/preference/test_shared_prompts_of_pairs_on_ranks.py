@@ -19,6 +19,8 @@ SLOW = {
     "reward of tokens": (2, 2, {"objective": "reward", "reward_loss": "tokens"}),
     "dpo with LoRA": (2, 2, LORA),
     "dpo with LoRA on shared tokens": (2, 2, {**LORA, **WIDE}),
+    "dpo on a pipeline": (2, 1, {"pipeline_parallel_size": 2}),
+    "dpo on shared matrices": (2, 1, {"tensor_parallel_size": 2}),
     "dpo alone": (1, 2, {}),
     "dpo alone, recomputed": (1, 0, {"gradient_checkpointing": "all"}),
 }
