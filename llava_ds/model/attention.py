@@ -190,7 +190,7 @@ def attend_in_blocks(
     query = query.index_select(2, blocks.rows)  # (1, H, R, E)
     key, value = (x.index_select(2, blocks.keys) for x in (key, value))
     query, key, value = in_autocast(query, key, value)
-    bounds, rule = Bounds(*blocks[2:6]), rule._replace(causal=False, lengths=None)
+    bounds, rule = Bounds(*blocks[2:6]), rule._replace(causal=False, lengths=None, own=None)
     chosen = _chosen_for(query, value, rule)
     if chosen == SEGMENTS:
         return _per_segment(query, key, value, bounds, rule)

@@ -52,7 +52,7 @@ def test_shared_key_heads_in_fp32_store_no_scores(record_property):
     if not REHEARSED:
         torch.cuda.reset_peak_memory_stats()
     before = 0 if REHEARSED else torch.cuda.memory_allocated()
-    attention.attend(query, key, value, starts, length, Rule(0.125)).sum().backward()
+    attention.attend(query, key, value, attention.Bounds.of(starts, length), Rule(0.125)).sum().backward()
     grown = 0 if REHEARSED else torch.cuda.max_memory_allocated() - before
     scores = 4 * heads * length**2
     record_property("memory", f"{grown / 1e6:.0f} MB; the scores alone would take {scores / 1e6:.0f} MB")

@@ -9,6 +9,7 @@ import torch
 import varlen
 from gpu_lane import DEVICE, REHEARSED
 
+from llava_ds.batch import SharedPrompts
 from llava_ds.model import attention
 from llava_ds.model.attention import FLASH_2, FLASH_3, SEGMENTS, TORCH, Bounds, Rule
 
@@ -122,6 +123,37 @@ def test_tokens_of_an_image_see_each_other(kernels, monkeypatch, record_property
         sliding_window=rule.window, softcap=rule.softcap,
     )  # fmt: skip
     check(out, varlen.attend_by_mask(*others, seen.to(DEVICE), rule), inputs, others, record_property)
+
+
+# First tokens that samples share with the first one.
+PROMPTS = [0, 0, 5, 0] if REHEARSED else [0, 0, 690, 0, 4]
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("width", [WIDTHS[0], WIDTHS[-1]])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("kernel", [FLASH_3, FLASH_2, TORCH, SEGMENTS])
+def test_answers_see_the_prompt_that_they_share(kernels, monkeypatch, record_property, kernel, dtype, width, rule):
+    """Kernels count a sample's queries as its last tokens."""
+    if kernel != SEGMENTS and (problem := refused(kernel, dtype, width, rule)):
+        pytest.skip(f"{kernel} {problem}")
+    monkeypatch.setattr(attention, "_choose", lambda *_: kernel)
+    own = [n - shared for n, shared in zip(LENGTHS, PROMPTS)]
+    firsts, ends = ([0, *torch.tensor(sizes).cumsum(0).tolist()] for sizes in (own, LENGTHS))
+    keys = [[*range(shared), *range(first, first + n)] for first, n, shared in zip(firsts, own, PROMPTS)]
+    keys = torch.tensor(sum(keys, []), device=DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, n, sum(own), width) for n in (8, 2, 2)]
+    inputs = [torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for shape in shapes]
+    others = [x.detach().double().requires_grad_() for x in inputs]
+    starts, cu_keys = (torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in (firsts, ends))
+    out, _ = attention.varlen_attention(
+        None, *inputs, None, rule.scaling, cu_seqlens=starts, max_seqlen=max(own), sliding_window=rule.window,
+        softcap=rule.softcap, shared_prompts=SharedPrompts(keys, cu_keys, max(LENGTHS), keys, keys),
+    )  # fmt: skip
+    copies = by_formula(*(x.index_select(2, keys) for x in others), rule)
+    kept = torch.cat([torch.arange(end + shared, after) for end, after, shared in zip(ends, ends[1:], PROMPTS)])
+    check(out, copies.index_select(1, kept.to(DEVICE)), inputs, others, record_property)
 
 
 def check(out, expected, inputs, others, record_property) -> None:
