@@ -140,8 +140,8 @@ def test_answers_see_the_prompt_that_they_share(kernels, monkeypatch, record_pro
     monkeypatch.setattr(attention, "_choose", lambda *_: kernel)
     own = [n - shared for n, shared in zip(LENGTHS, PROMPTS)]
     firsts, ends = ([0, *torch.tensor(sizes).cumsum(0).tolist()] for sizes in (own, LENGTHS))
-    keys = [[*range(shared), *range(first, first + n)] for first, n, shared in zip(firsts, own, PROMPTS)]
-    keys = torch.tensor(sum(keys, []), device=DEVICE)
+    parts = zip(firsts, own, PROMPTS)
+    keys = torch.tensor([i for first, n, m in parts for i in (*range(m), *range(first, first + n))], device=DEVICE)
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, n, sum(own), width) for n in (8, 2, 2)]
     inputs = [torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for shape in shapes]
