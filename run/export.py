@@ -10,9 +10,8 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from llava_ds.config.bounds import Count, Number, number
+from llava_ds.config.bounds import DEFAULT_SHARD_SIZE, Count, Number, number, parse_size
 from llava_ds.constants import ConfigError
-from llava_ds.export.shard_size import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.extensions.active import choice, values_of
 from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.runtime.command import Parser, begin, exit_with, given_path, new_folder

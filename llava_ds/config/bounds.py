@@ -12,6 +12,8 @@ from typing import Annotated
 from llava_ds.constants import ConfigError, in_short
 
 MOST = 2**31 - 1  # largest count: torch, numpy and C accept it everywhere
+DEFAULT_SHARD_SIZE = "5GB"
+_SIZES = {"B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4}
 _UNITS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
@@ -198,3 +200,11 @@ def _bounds_in(kind: object) -> Bounds | None:
     if typing.get_origin(kind) is Annotated:
         return next((each for each in kind.__metadata__ if isinstance(each, Bounds)), None)
     return next((found for each in typing.get_args(kind) if (found := _bounds_in(each)) is not None), None)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a --max_shard_size like 5GB, in transformers' units. Raises ConfigError for other texts."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B)", text.strip().upper())
+    if found is None or float(found[1]) <= 0:
+        raise ConfigError(f"--max_shard_size {text}: give a size like 5GB or 200MB")
+    return int(float(found[1]) * _SIZES[found[2]])

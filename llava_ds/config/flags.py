@@ -1,11 +1,12 @@
 """Declaration of a flag: a dataclass field with default, help text and metadata."""
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Literal
-
-from llava_ds.config.hf_argparser import HfArg
 
 # Titles of the core's flag groups in --help, in order; an extension's group has its name.
 GROUPS = {
@@ -25,6 +26,21 @@ GROUPS = {
     "checkpoints": "checkpoints and the finished model",
     "failures": "when something goes wrong",
 }
+
+
+def _hf_argparser() -> ModuleType:
+    """Load transformers/hf_argparser.py (5.23) from its own file: importing the whole package takes most of a second, a
+    delay for --help and for wrong flags."""
+    package = importlib.util.find_spec("transformers")
+    path = Path(package.submodule_search_locations[0], "hf_argparser.py")
+    spec = importlib.util.spec_from_file_location(f"{__name__}.transformers", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_parser = _hf_argparser()
+HfArg, HfArgumentParser, string_to_bool = _parser.HfArg, _parser.HfArgumentParser, _parser.string_to_bool
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 import argparse
 
-from llava_ds.config.flags import GROUPS
-from llava_ds.config.hf_argparser import string_to_bool
+from llava_ds.config.flags import GROUPS, string_to_bool
 from llava_ds.config.other_trainers import WITHOUT_EFFECT
 from llava_ds.constants import ConfigError, did_you_mean
 from llava_ds.extensions.table import EXTENSIONS

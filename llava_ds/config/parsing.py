@@ -11,8 +11,7 @@ from pathlib import Path
 
 from llava_ds.config.arguments import SECTIONS, Arguments, declared_by, loaded, traits_of
 from llava_ds.config.bounds import bounds_of, in_a_line
-from llava_ds.config.flags import Flag
-from llava_ds.config.hf_argparser import HfArgumentParser, string_to_bool
+from llava_ds.config.flags import Flag, HfArgumentParser, string_to_bool
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.config.other_trainers import CHECKPOINTING, WITHOUT_EFFECT, without_effect
 from llava_ds.config.recipes import read_recipe, recipe_of

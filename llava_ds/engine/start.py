@@ -13,7 +13,7 @@ from llava_ds.engine.ds_config.draft import value_at
 from llava_ds.engine.ds_config.optimizer import BITSANDBYTES, optimizer_name
 from llava_ds.engine.ds_config.parallel import for_engine
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
-from llava_ds.engine.ds_config.schedule import scheduler_factory
+from llava_ds.engine.ds_config.scheduler import scheduler_factory
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.non_finite import guard_steps
 from llava_ds.engine.param_groups import num_elements

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from llava_ds.config.arguments import Arguments, ModelArguments, adapted_parts, trains_projector_only
+from llava_ds.config.bounds import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.constants import ConfigError
-from llava_ds.export.shard_size import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.extensions.active import active, text_part
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.towers import TOWERS

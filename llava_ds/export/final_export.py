@@ -30,8 +30,8 @@ from llava_ds.model.heads import Logits
 from llava_ds.model.open.names import PROJECTOR_FILES
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.tf32 import exact_fp32
+from llava_ds.tracking.metric_copies import write_trainer_state
 from llava_ds.tracking.run_record import read_run_record
-from llava_ds.tracking.trainer_state import write_trainer_state
 
 
 def export_model(

@@ -4,7 +4,6 @@ import time
 
 import torch
 
-from llava_ds.runtime.gpus import gpu_of_device
 from llava_ds.runtime.tf32 import tf32_allowed
 
 TERA = 1e12
@@ -18,8 +17,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     It is the vendor's figure, by the GPU's name; for other GPUs, for CPUs and for fp32 without TF32, the measured
     speed of a square matrix product.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
-    known = vendor_peak(name, dtype, tf32_allowed())
+    name, known = "this CPU", None
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        known = vendor_peak(name, dtype, tf32_allowed())
     short = str(dtype).removeprefix("torch.")
     if known is not None:
         return known, f"MFU is relative to {known / TERA:g} TFLOP/s, the vendor's dense figure for {name} in {short}"
@@ -29,6 +30,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 def vendor_peak(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
     """Return FLOP/s by a GPU's name as torch reports it; None without a figure."""
+    from llava_ds.runtime.gpus import gpu_of_device
+
     found = gpu_of_device(name)
     if found is None or (dtype == torch.float32 and not tf32):
         return None

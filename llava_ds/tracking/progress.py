@@ -19,7 +19,7 @@ from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, progress_bar
 from llava_ds.runtime.waiting import waiting
 from llava_ds.tracking.flops import ModelFlops
-from llava_ds.tracking.metrics_csv import MetricsTable
+from llava_ds.tracking.metric_copies import MetricsTable
 from llava_ds.tracking.objective_numbers import COLUMNS, bar_parts
 from llava_ds.tracking.plots import LossPlot
 from llava_ds.tracking.series import Smoothed, means_by_source

@@ -8,8 +8,7 @@ from llava_ds.extensions.base import Hook, Phase, StepEnd
 from llava_ds.runtime.ranks import Ranks, print_details
 from llava_ds.tracking.peak import peak_flops
 from llava_ds.tracking.progress import Progress, RunFacts
-from llava_ds.tracking.skipped_samples import SkippedSamples
-from llava_ds.tracking.skipped_steps import SkippedSteps
+from llava_ds.tracking.skipped import SkippedSamples, SkippedSteps
 from llava_ds.tracking.trackers import called
 from llava_ds.train.session import Session
 

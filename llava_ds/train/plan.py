@@ -11,6 +11,7 @@ from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.checkpoint.resume import ResumePlan, find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity
 from llava_ds.config.arguments import Arguments, rate_note
+from llava_ds.config.bounds import parse_size
 from llava_ds.config.properties import clashes, features
 from llava_ds.config.rules import CHOOSE_DS_CONFIG
 from llava_ds.constants import ConfigError
@@ -28,9 +29,8 @@ from llava_ds.data.step_plan import (
 from llava_ds.data.templates import resolve_template
 from llava_ds.engine.ds_config.parallel import check_model
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
-from llava_ds.engine.ds_config.schedule import describe_schedule
+from llava_ds.engine.ds_config.scheduler import describe_schedule
 from llava_ds.export.export_plan import ExportPlan, export_format
-from llava_ds.export.shard_size import parse_size
 from llava_ds.extensions.active import Active, active, choice
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import length_note

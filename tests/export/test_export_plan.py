@@ -6,9 +6,9 @@ import pytest
 import toys
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.config.bounds import parse_size
 from llava_ds.constants import ConfigError
 from llava_ds.export.export_plan import export_format, hf_kind
-from llava_ds.export.shard_size import parse_size
 from llava_ds.model.open.model_plan import plan_model
 
 

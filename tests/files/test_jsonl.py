@@ -12,7 +12,7 @@ from PIL import Image
 
 from llava_ds.constants import DataError
 from llava_ds.files.jsonl import MetricsLog, read_metrics
-from llava_ds.tracking.metrics_csv import MetricsTable
+from llava_ds.tracking.metric_copies import MetricsTable
 from llava_ds.tracking.plots import LossPlot, plot_loss
 from llava_ds.tracking.series import running_mean, thinned
 

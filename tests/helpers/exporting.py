@@ -6,10 +6,10 @@ import torch
 import toys
 
 from llava_ds.config.arguments import ModelArguments
+from llava_ds.config.bounds import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.engine.construct import build_model
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.output_folder import write_live_folder
-from llava_ds.export.shard_size import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.ranks import Ranks

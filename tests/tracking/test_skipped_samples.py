@@ -9,7 +9,7 @@ import torch
 from llava_ds.data.dataset import BrokenSample
 from llava_ds.data.loader import Counts
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.tracking.skipped_samples import SkippedSamples
+from llava_ds.tracking.skipped import SkippedSamples
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 REJECTED = [{"file": "a.json", "line": 3, "index": 2, "id": "r", "reason": "no answer"}]

@@ -7,7 +7,7 @@ import torch
 
 from llava_ds.files.jsonl import read_metrics
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.tracking.skipped_steps import SkippedSteps
+from llava_ds.tracking.skipped import SkippedSteps
 
 NAN = float("nan")
 ROWS = [3, 1, 2, 0]  # of the records, those that are trained on
@@ -23,7 +23,7 @@ PLAN = SimpleNamespace(
 
 def log_in(folder: Path, monkeypatch, finite: list[bool], most: int = 3, before: tuple[int, int] = (0, 0)):
     """finite: whether each rank's loss is, when asked."""
-    monkeypatch.setattr("llava_ds.tracking.skipped_steps.gather", lambda value, ranks: finite)
+    monkeypatch.setattr("llava_ds.tracking.skipped.gather", lambda value, ranks: finite)
     return SkippedSteps(folder, PLAN, most, before, Ranks(0, 0, 1, torch.device("cpu")))
 
 

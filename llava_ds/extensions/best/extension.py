@@ -19,7 +19,7 @@ from llava_ds.extensions.base import Extension, Hook, Measure, Phase
 from llava_ds.extensions.best.rule import BestRule, best_rule
 from llava_ds.files.writing import write_whole
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
-from llava_ds.tracking.trainer_state import TRAINER_STATE
+from llava_ds.tracking.metric_copies import TRAINER_STATE
 from llava_ds.train.evaluating.evals import numbers_of
 from llava_ds.train.plan import Plan
 from llava_ds.train.session import Session

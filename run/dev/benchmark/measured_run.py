@@ -27,8 +27,9 @@ from torch import nn
 
 from llava_ds.batch import Batch
 from llava_ds.data.loader import Window
+from llava_ds.export import final_export, trial
 from llava_ds.tracking.peak import gemm_peak
-from llava_ds.train import loop, plan, session
+from llava_ds.train import loop, session
 from llava_ds.train.state import TrainState
 
 STEPS, ROUNDS = 2, 5  # for loop: steps per round, rounds
@@ -55,8 +56,8 @@ def main() -> None:
     train = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(train)
     # Neither is timed, and at 7B they take minutes.
-    plan.try_export = session.try_export = lambda *_, **more: "nothing is exported"
-    session.export_model = lambda *_: None
+    trial.try_export = lambda *_, **more: "nothing is exported"
+    final_export.export_model = lambda *_: None
     train.main(flags)
     write(report, report_file)
     torch.distributed.destroy_process_group()

@@ -7,8 +7,7 @@ import torch
 from ds_json import arguments, refused, resolve
 from transformers import get_scheduler
 
-from llava_ds.engine.ds_config.schedule import describe_schedule, scheduler_factory
-from llava_ds.engine.ds_config.scheduler import DEEPSPEED, warmup_steps
+from llava_ds.engine.ds_config.scheduler import DEEPSPEED, describe_schedule, scheduler_factory, warmup_steps
 from llava_ds.engine.ds_config.scheduler_block import TORCH
 
 # What a class needs beside the rate that comes from --learning_rate.
