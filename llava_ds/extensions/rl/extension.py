@@ -6,7 +6,7 @@ from typing import NamedTuple
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.base import Extension
 from llava_ds.extensions.rl.critic import plan_critic
-from llava_ds.extensions.rl.grpo import GRPO, PolicyLoss
+from llava_ds.extensions.rl.grpo import GRPO, Correction, PolicyLoss
 from llava_ds.extensions.rl.ppo import PPO, ActorCriticLoss
 from llava_ds.extensions.rl.rewards import Reward, open_rewards
 from llava_ds.extensions.rl.rollouts import Rollouts
@@ -55,6 +55,15 @@ def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Objective:
         own.beta,
         own.use_bias_correction_kl,
         own.temperature,
+        own.loss_type,
+        (own.sapo_temperature_pos, own.sapo_temperature_neg),
+        Correction(
+            own.vllm_importance_sampling_mode,
+            own.vllm_importance_sampling_clip_max,
+            own.vllm_importance_sampling_clip_min,
+        )
+        if own.vllm_server is not None and own.vllm_importance_sampling_correction
+        else None,
     )
     return GRPO(loss, plain.num_sources, mesh.grad_ranks)
 

@@ -17,6 +17,8 @@ _rl, _ = flags_of("rl", goes_with="grpo ppo")
 _grpo, _ = flags_of("rl", goes_with="grpo")
 _ppo, _ = flags_of("rl", goes_with="ppo")
 
+CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
 _LOOPBACK = re.compile(r"http://(127\.0\.0\.1|localhost):\d{1,5}/?")
 
 
@@ -69,10 +71,28 @@ class Flags(ExtensionFlags):
         0.0,
         "grpo: weight that keeps the model close to the reference model, its starting point. 0 needs none.",
     )
-    loss_type: Literal["dapo", "grpo", "dr_grpo"] = _grpo(
+    loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo", "sapo", "rloo"] = _grpo(
         "dapo",
         "grpo: the mean of the loss. dapo: over all tokens of the step; grpo: over an answer's tokens, then over "
-        "answers; dr_grpo: over answers of --max_completion_length tokens.",
+        "answers; dr_grpo: over answers of --max_completion_length tokens. Other losses of a token: cispo, averaged as "
+        "dapo, and sapo and rloo, as grpo (docs/rl.md).",
+    )
+    sapo_temperature_pos: Positive = _grpo(
+        1.0, "grpo with sapo: steepness of the gate for answers with a positive advantage."
+    )
+    sapo_temperature_neg: Positive = _grpo(1.05, "grpo with sapo: the same for the others.")
+    vllm_importance_sampling_correction: bool = _grpo(
+        True,
+        "grpo with --vllm_server: weigh tokens by how much more probable they are in training than in vLLM.",
+    )
+    vllm_importance_sampling_mode: CorrectionMode = _grpo(
+        "sequence_mask",
+        "grpo with --vllm_server: the ratio of a token or of its answer; outside of the bounds it is cut to them "
+        "(truncate), or counts 0 (mask).",
+    )
+    vllm_importance_sampling_clip_max: Positive = _grpo(3.0, "grpo with --vllm_server: upper bound of the ratio.")
+    vllm_importance_sampling_clip_min: Positive | None = _grpo(
+        None, "grpo with --vllm_server: lower bound of the ratio. Absent: none."
     )
     dynamic_sample: bool = _grpo(
         False,
@@ -157,6 +177,7 @@ class Flags(ExtensionFlags):
         "policy/clipfrac_avg": Number("Share of tokens whose ratio is clipped", "clip fraction {:.1%}"),
         "loss/value_avg": Number("Loss of the critic"),
         "val/explained_variance": Number("Share of the returns' variance that the critic explains"),
+        "importance_sampling_ratio": Number("Weight of a token by its probability in training over vLLM's"),
         "sampling_gap": Number("Log-probabilities when drawn and when trained: mean difference"),
     }
     zeros: ClassVar = {"max_resample_times": "--dynamic_sample False tries no other prompt"}
@@ -191,6 +212,16 @@ class Flags(ExtensionFlags):
             yield "--use_bias_correction_kl True has no effect without --beta: give that, or leave it out"
         if "max_resample_times" in args.given and not self.dynamic_sample:
             yield "--max_resample_times has no effect without --dynamic_sample True: give that, or leave it out"
+        yield from self._loss_type(args)
+        unread = [name for name in args.given if name.startswith("vllm_importance_sampling")]
+        if unread and self.vllm_server is None:
+            yield f"--{unread[0]} has no effect without --vllm_server: answers are drawn by the weights that train"
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if low is not None and low >= high:
+            yield (
+                f"--vllm_importance_sampling_clip_min is {low:g}, but the upper bound is {high:g} "
+                "(--vllm_importance_sampling_clip_max): give less"
+            )
         if self.epsilon >= 1:
             yield f"--epsilon is {self.epsilon:g}: a ratio of probabilities can't fall by more than 1, give less"
         if self.critic_model_name_or_path is not None and adapted_parts(args.model):
@@ -207,6 +238,26 @@ class Flags(ExtensionFlags):
         for flag, is_set in others.items():
             if is_set:
                 yield f"{flag} can't be used with --objective {training.objective}: leave it out"
+
+    def _loss_type(self, args: "Arguments") -> Iterator[str]:
+        """Yield the flags that --loss_type does not read, or needs."""
+        kind, given = self.loss_type, args.given
+        unread = {
+            "cispo": ("epsilon",),
+            "sapo": ("epsilon", "epsilon_high"),
+            "rloo": ("scale_rewards", "importance_sampling_level"),
+        }.get(kind, ())
+        unread += () if kind == "sapo" else ("sapo_temperature_pos", "sapo_temperature_neg")
+        for name in unread:
+            if name in given:
+                yield f"--{name} has no effect with --loss_type {kind}: leave it out"
+        if kind == "cispo" and (self.epsilon_high is None or self.epsilon_high < 1):
+            yield (
+                "--loss_type cispo needs --epsilon_high of at least 1, the largest ratio of new to old probability "
+                "that counts: give 5, as in ScaleRL"
+            )
+        if kind == "rloo" and self.beta:
+            yield f"--beta {self.beta:g} can't be used with --loss_type rloo yet, whose reward has the distance: give 0"
 
     def _vllm(self, args: "Arguments") -> Iterator[str]:
         """Yield the flags that --vllm_server can't support."""

@@ -31,14 +31,41 @@ class Drawn(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Correction:
+    """Weights of the tokens by how much more probable they are in training than they were at their generation.
+
+    mode: the ratio of a token or of its whole answer; ratios below clip_min (None: no bound) or above clip_max are cut
+    to the bound ("truncate") or count 0 ("mask"). Names and conventions are TRL's.
+    """
+
+    mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "sequence_mask"
+    clip_max: float = 3.0
+    clip_min: float | None = None
+
+    def weights(self, gap: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the weights (S,). gap (S,): log-probabilities in training minus those at generation, no gradient."""
+        level, _, kind = self.mode.partition("_")
+        if level == "sequence":
+            gap = sum_by_sample(gap, batch)[0][batch.target_samples]
+        ratio = gap.exp()
+        if kind == "truncate":
+            return ratio.clamp(self.clip_min, self.clip_max)
+        return torch.where((ratio < (self.clip_min or 0.0)) | (ratio > self.clip_max), 0.0, ratio)
+
+
+@dataclass(frozen=True)
 class PolicyLoss:
     """The loss of every token.
 
     epsilon, epsilon_high: clipping range of the ratio of new to old probability; importance_sampling_level: one ratio
     per token, or per answer (the geometric mean of its tokens'); beta: weight of the distance from the reference model;
-    corrects_kl: multiply the distance by the ratio, which makes its gradient unbiased; temperature: of the generation.
-    Sources: GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), the correction
-    (2512.02556, 3.1); names and conventions are TRL's.
+    corrects_kl: multiply the distance by the ratio, which makes its gradient unbiased; temperature: of the generation;
+    loss_type: a function of ratio and advantage: cispo's weight is the ratio up to epsilon_high, without a gradient;
+    sapo's a smooth gate with the temperatures gates (of positive and other advantages); rloo's ratio is an answer's,
+    the product of its tokens'; all others clip; correction: of answers that another program generated, None for none.
+    Sources: GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), CISPO (2506.13585),
+    SAPO (2511.20347), RLOO (2402.14740), the correction of the distance (2512.02556, 3.1); names and conventions are
+    TRL's.
     """
 
     epsilon: float = 0.2
@@ -47,6 +74,9 @@ class PolicyLoss:
     beta: float = 0.0
     corrects_kl: bool = False
     temperature: float = 1.0
+    loss_type: str = "dapo"
+    gates: tuple[float, float] = (1.0, 1.05)
+    correction: Correction | None = None
 
 
 @dataclass(frozen=True)
@@ -78,13 +108,18 @@ class GRPO:
         loss, drawn = self.loss, batch.extra["drawn"]
         old = rows.detach() if drawn.old is None else drawn.old
         log_ratio = rows - old
-        if loss.importance_sampling_level == "sequence":
+        if loss.importance_sampling_level == "sequence" or loss.loss_type == "rloo":
             sums, lengths = sum_by_sample(log_ratio, batch)  # (A,)
-            log_ratio = (sums / lengths.clamp(min=1))[batch.target_samples]
+            counted = 1 if loss.loss_type == "rloo" else lengths.clamp(min=1)
+            log_ratio = (sums / counted)[batch.target_samples]
         ratio, advantages = log_ratio.exp(), drawn.scores[batch.target_samples]
-        losses, low, high = clipped_losses(ratio, advantages, loss.epsilon, loss.epsilon_high)
+        losses, low, high = policy_losses(loss, ratio, advantages, rows)
         numbers = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
         numbers["sampling_gap"] = (old - drawn.sampled).abs()
+        if loss.correction is not None:
+            weights = loss.correction.weights(old - drawn.sampled, batch)
+            losses = losses * weights
+            numbers["importance_sampling_ratio"] = weights
         if loss.beta:
             gap = drawn.frozen - rows
             distance = gap.exp() - gap - 1
@@ -103,6 +138,24 @@ class GRPO:
         return counts[0]
 
 
+def policy_losses(
+    loss: PolicyLoss, ratio: torch.Tensor, advantages: torch.Tensor, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the tokens' losses (S,), and two masks of clipped ratios: too low, too high.
+
+    ratio, advantages, rows (S,): of new to old probability, of the token's answer, and new log-probabilities.
+    """
+    never = torch.zeros_like(ratio, dtype=torch.bool)
+    if loss.loss_type == "cispo":
+        clipped = ratio.clamp(max=loss.epsilon_high).detach()
+        return -clipped * advantages * rows, never, (ratio > loss.epsilon_high) & (advantages > 0)
+    if loss.loss_type == "sapo":
+        positive, other = loss.gates
+        gate = torch.where(advantages > 0, torch.full_like(ratio, positive), other)
+        return -torch.sigmoid(gate * (ratio - 1)) * 4 / gate * advantages, never, never
+    return clipped_losses(ratio, advantages, loss.epsilon, loss.epsilon_high)
+
+
 def clipped_losses(
     ratio: torch.Tensor, advantages: torch.Tensor, epsilon: float, epsilon_high: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -116,12 +169,17 @@ def clipped_losses(
     return losses, (ratio < 1 - epsilon) & (advantages < 0), (ratio > 1 + epsilon_high) & (advantages > 0)
 
 
-def advantages_of(rewards: torch.Tensor, scale: Literal["group", "batch", "none"], spread: float) -> torch.Tensor:
+def advantages_of(
+    rewards: torch.Tensor, scale: Literal["group", "batch", "none", "leave_one_out"], spread: float
+) -> torch.Tensor:
     """Return each answer's advantage over the others to its prompt, (P, G), from rewards (P, G) float64.
 
-    scale: divide by the group's standard deviation, by `spread` (the step's), or by nothing.
+    scale: divide by the group's standard deviation, by `spread` (the step's), or by nothing; leave_one_out: the
+    advantage over the mean of the other answers (RLOO).
     """
     centred = rewards - rewards.mean(1, keepdim=True)
+    if scale == "leave_one_out":
+        return centred * (rewards.shape[1] / (rewards.shape[1] - 1))
     if scale == "none":
         return centred
     divisor = rewards.std(1, keepdim=True) if scale == "group" else spread

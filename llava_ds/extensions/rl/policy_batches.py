@@ -109,10 +109,10 @@ def totals_of(groups: list[Group], mesh: Mesh, device: torch.device, only_ended:
 
 def trained_answers(groups: list[Group], totals: StepTotals, flags: Flags) -> list[list[TrainedAnswer]]:
     """Return the distinct trained answers of each group."""
-    found = []
+    found, scale = [], "leave_one_out" if flags.loss_type == "rloo" else flags.scale_rewards
     for group in groups:
         rewards = torch.from_numpy(group.rewards)[None]
-        advantages = advantages_of(rewards, flags.scale_rewards, totals.spread)[0].tolist()
+        advantages = advantages_of(rewards, scale, totals.spread)[0].tolist()
         if has_no_signal(group):
             advantages = [0.0] * len(advantages)  # not the rounding error of the mean
         found.append(
@@ -175,8 +175,8 @@ def policy_batch(
     lengths = torch.tensor([len(one.answer.ids) for one in answers], dtype=torch.int64)
     times = torch.tensor([one.times for one in answers], dtype=torch.float64)
     weights = {
-        "dapo": times / max(1.0, totals.tokens),
-        "grpo": times / lengths.clamp(min=1) / max(1.0, totals.answers),
+        **dict.fromkeys(("dapo", "cispo"), times / max(1.0, totals.tokens)),
+        **dict.fromkeys(("grpo", "sapo", "rloo"), times / lengths.clamp(min=1) / max(1.0, totals.answers)),
         "dr_grpo": times / (max(1.0, totals.answers) * flags.max_completion_length),
     }[flags.loss_type]
     scores = torch.tensor([one.score for one in answers] or [0.0], dtype=torch.float64)

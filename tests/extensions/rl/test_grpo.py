@@ -14,7 +14,7 @@ from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.construct import build_model
-from llava_ds.extensions.rl.grpo import GRPO, PolicyLoss, advantages_of
+from llava_ds.extensions.rl.grpo import GRPO, Correction, PolicyLoss, advantages_of
 from llava_ds.extensions.rl.policy_batches import (
     AskedPrompt,
     Group,
@@ -231,6 +231,65 @@ def test_the_loss_after_an_update_is_trls(toy, loss_type, level, beta, scale):
         assert done.by_source[0].sum().item() == pytest.approx(done.loss_sum.item(), abs=1e-12)
     assert total == pytest.approx(wanted.item(), abs=1e-9)
     assert clipped > 0
+
+
+@pytest.mark.parametrize("mode", [None, "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo", "rloo"])
+def test_other_losses_and_the_correction_of_the_drawing_are_trls(toy, loss_type, mode):
+    """Of every answer by itself, with the gradient of its log-probabilities."""
+    groups, beta = groups_of(toy), 0.0 if loss_type == "rloo" else 0.3
+    correction = None if mode is None else Correction(mode, clip_max=1.2, clip_min=0.8)
+    high = 1.1 if loss_type == "cispo" else 0.28
+    loss = PolicyLoss(0.2, high, "token", beta, loss_type=loss_type, gates=(1.0, 1.05), correction=correction)
+    every, noise = [answer for group in groups for answer in group.answers], torch.Generator().manual_seed(3)
+    numbers = {
+        answer: [torch.tensor(answer.log_probs).double() + 0.2 * torch.randn(4, len(answer.ids), generator=noise)][0]
+        for answer in dict.fromkeys(every)
+    }  # rows, old, frozen and sampled of each
+    rewards = np.stack([group.rewards for group in groups])
+    others = (rewards.sum(1, keepdims=True) - rewards) / (rewards.shape[1] - 1)
+    scaled = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
+    scores = (rewards - others if loss_type == "rloo" else scaled).flatten().tolist()
+    leaves, losses, lengths = {}, [], [len(answer.ids) for answer in every]
+    for answer, score in zip(every, scores):
+        rows = leaves.setdefault(answer, numbers[answer][0].clone().requires_grad_())
+        _, old, frozen, sampled = numbers[answer]
+        ratio = (rows - old).sum().exp().expand(len(rows)) if loss_type == "rloo" else (rows - old).exp()
+        if loss_type == "cispo":
+            each = -ratio.clamp(max=high).detach() * score * rows
+        elif loss_type == "sapo":
+            gate = 1.0 if score > 0 else 1.05
+            each = -score * torch.sigmoid(gate * (ratio - 1)) * 4 / gate
+        else:
+            each = -torch.min(ratio * score, ratio.clamp(0.8, 1 + high) * score)
+        if mode is not None:
+            gap = (old - sampled).sum() if mode.startswith("sequence") else old - sampled
+            weight = gap.exp().clamp(0.8, 1.2)
+            each = each * (weight if mode.endswith("truncate") else torch.where(weight == gap.exp(), weight, 0.0))
+        losses.append(each + beta * ((frozen - rows).exp() - (frozen - rows) - 1))
+    if loss_type in ("dapo", "cispo"):
+        wanted = torch.cat(losses).sum() / sum(lengths)
+    else:
+        wanted = torch.stack([each.mean() for each in losses]).mean()
+    wanted.backward()
+
+    by_drawn, total, gradients = {answer.log_probs: answer for answer in leaves}, 0.0, {}
+    for micro in batches_of(toy, flags(loss_type=loss_type, beta=beta), groups, Packing(1, 1, 1, 200)):
+        batch = micro.batch
+        sizes = torch.bincount(batch.target_samples).tolist()
+        answers = [by_drawn[tuple(part.tolist())] for part in batch.extra["drawn"].sampled.split(sizes)]
+        rows, old, frozen, sampled = torch.cat([numbers[answer] for answer in answers], 1)
+        rows.requires_grad_()
+        batch = with_drawn(batch, old=old, frozen=frozen, sampled=sampled)
+        found = GRPO(loss, 1, 1).forward(lambda _, head, rows=rows: rows, batch).loss_sum
+        found.backward()
+        total += found.item()
+        for answer, part in zip(answers, rows.grad.split(sizes)):
+            gradients[answer] = gradients.get(answer, 0) + part
+    assert total == pytest.approx(wanted.item(), abs=1e-9)
+    has_signal = {answer for group in groups if not has_no_signal(group) for answer in group.answers}
+    for answer in has_signal if beta == 0 else leaves:
+        torch.testing.assert_close(gradients[answer], leaves[answer].grad, rtol=1e-9, atol=1e-12)
 
 
 def with_drawn(batch: Batch, **changed: torch.Tensor) -> Batch:

@@ -31,6 +31,23 @@ def refusal(*flags: str) -> str:
             ["--objective", "grpo", "--loss_type", "ipo"],
             "invalid choice: 'ipo' (choose from 'dapo', 'grpo', ",
         ),
+        (["--objective", "grpo", "--loss_type", "cispo"], "--loss_type cispo needs --epsilon_high of at least 1"),
+        (
+            ["--objective", "grpo", "--loss_type", "cispo", "--epsilon_high", "5", "--epsilon", "0.1"],
+            "--epsilon has no effect with --loss_type cispo",
+        ),
+        (["--objective", "grpo", "--loss_type", "sapo", "--epsilon_high", "0.3"], "--epsilon_high has no effect with"),
+        (["--objective", "grpo", "--sapo_temperature_neg", "2"], "no effect with --loss_type dapo: leave it out"),
+        (["--objective", "grpo", "--loss_type", "rloo", "--beta", "0.1"], "--beta 0.1 can't be used with --loss_type"),
+        (["--objective", "grpo", "--loss_type", "rloo", "--scale_rewards", "none"], "no effect with --loss_type rloo"),
+        (
+            ["--objective", "grpo", "--vllm_importance_sampling_mode", "token_mask"],
+            "--vllm_importance_sampling_mode has no effect without --vllm_server",
+        ),
+        (
+            ["--objective", "grpo", "--vllm_server", "http://127.0.0.1:1", "--vllm_importance_sampling_clip_min", "4"],
+            "--vllm_importance_sampling_clip_min is 4, but the upper bound is 3",
+        ),
         (["--objective", "grpo", "--epsilon", "1"], "--epsilon is 1: a ratio of probabilities can't fall by more"),
         (["--objective", "grpo", "--use_bias_correction_kl", "True"], "has no effect without --beta"),
         (
