@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 120,
-    "imported lines": 18951,
+    "imported lines": 18954,
     "files at the end": 205,
     "lines at the end": 29845,
-    "feature words": 55,
+    "feature words": 57,
     "kernel files": 40,
     "kernel lines": 5753,
-    "all lines": 71082,
+    "all lines": 71203,
 }
 
 # What one reads to understand training.
