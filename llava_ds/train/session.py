@@ -32,8 +32,7 @@ from llava_ds.tracking.mending import mend_side_files
 from llava_ds.tracking.out_of_memory import MemoryWatch, name_samples_of
 from llava_ds.tracking.run_record import write_run_record
 from llava_ds.tracking.trackers import Trackers, open_trackers
-from llava_ds.train.objectives.objective import Objective
-from llava_ds.train.objectives.sft import SFT
+from llava_ds.train.objectives.objective import SFT, Objective
 from llava_ds.train.plan import Plan
 from llava_ds.train.start import Start
 from llava_ds.train.state import TrainState

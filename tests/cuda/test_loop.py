@@ -22,7 +22,7 @@ from llava_ds.runtime.waiting import waiting
 from llava_ds.tracking.progress import NumbersFromDevice
 from llava_ds.train.evaluating.evals import eval_loss
 from llava_ds.train.loop import run_steps
-from llava_ds.train.objectives.sft import SFT
+from llava_ds.train.objectives.objective import SFT
 from llava_ds.train.state import TrainState
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("one_rank")]

@@ -11,7 +11,7 @@ from llava_ds.data.loader import Window
 from llava_ds.engine.runner import Direct
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.train.loop import run_steps
-from llava_ds.train.objectives.sft import SFT
+from llava_ds.train.objectives.objective import SFT
 from llava_ds.train.state import TrainState
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("one_rank")]

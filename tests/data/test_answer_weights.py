@@ -19,7 +19,7 @@ from llava_ds.data.collate import collate
 from llava_ds.model import attention
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.projector import build_projector
-from llava_ds.train.objectives.sft import SFT
+from llava_ds.train.objectives.objective import SFT
 
 KINDS = "ittiit"
 # Of the answers of the samples in turn; None: the turn has none.

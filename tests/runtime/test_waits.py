@@ -31,7 +31,7 @@ from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.stopping import Agreement
 from llava_ds.train.loop import run_steps
-from llava_ds.train.objectives.sft import SFT
+from llava_ds.train.objectives.objective import SFT
 from llava_ds.train.state import StepResult, TrainState
 
 aten = torch.ops.aten

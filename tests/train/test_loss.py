@@ -16,7 +16,7 @@ from llava_ds.data.loader import Counts
 from llava_ds.model import attention
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.projector import build_projector
-from llava_ds.train.objectives.sft import SFT
+from llava_ds.train.objectives.objective import SFT
 
 
 def windows(targets: list[list[int]]):

@@ -28,7 +28,7 @@ from llava_ds.engine.start import check_engine, start_engine
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import quiet_libraries
 from llava_ds.train.loop import run_steps
-from llava_ds.train.objectives.sft import SFT
+from llava_ds.train.objectives.objective import SFT
 from llava_ds.train.state import TrainState
 
 STEPS = 4

@@ -32,7 +32,7 @@ from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.random_states import random_states
 from llava_ds.runtime.ranks import Ranks, quiet_libraries
 from llava_ds.train.loop import run_steps
-from llava_ds.train.objectives.sft import SFT
+from llava_ds.train.objectives.objective import SFT
 from llava_ds.train.state import TrainState
 
 STEPS, SAVED, MICRO_BATCHES = 6, 3, 4

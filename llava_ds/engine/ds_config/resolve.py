@@ -7,6 +7,7 @@ import copy
 import json
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -17,7 +18,6 @@ from llava_ds.engine.ds_config.activation import resolve_activation_checkpointin
 from llava_ds.engine.ds_config.batch_sizes import resolve_batch
 from llava_ds.engine.ds_config.compilation import resolve_compile
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, open_keys, value_at
-from llava_ds.engine.ds_config.monitoring import resolve_monitoring
 from llava_ds.engine.ds_config.optimizer import EIGHT_BIT_NAMES, FROM_FLAGS, offloads
 from llava_ds.engine.ds_config.parallel import take_axes, with_axes
 from llava_ds.engine.ds_config.precision import resolve_precision, torch_dtype
@@ -25,8 +25,10 @@ from llava_ds.engine.ds_config.scheduler import RATE_KEYS, kwargs_problem
 from llava_ds.engine.ds_config.zero import resolve_zero
 from llava_ds.extensions.active import flags_class, own_keys, reading
 from llava_ds.files.reading import MAX_JSON_BYTES, read_bytes
+from llava_ds.files.writing import can_be_made
 
 DEEPEST = 20  # levels of nested objects and lists
+MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # and their packages
 COMMENT = re.compile(
     r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL
 )  # or a string, because it may contain these characters
@@ -282,3 +284,21 @@ def resolve_scheduler(draft: Draft, num_steps: int | None) -> None:
     from llava_ds.engine.ds_config.scheduler_block import resolve_block
 
     resolve_block(draft, num_steps)
+
+
+def resolve_monitoring(draft: Draft) -> None:
+    """Fill the folders of DeepSpeed's monitors; refuse monitors whose package is missing."""
+    for section, package in MONITORS.items():
+        if draft.is_local and draft.get(f"{section}.enabled") and find_spec(package) is None:
+            draft.refuse(
+                f"{section}.enabled is true in the DeepSpeed JSON, but {package} is not installed: "
+                f"pip install {package}, or write false"
+            )
+    for section in ("tensorboard", "csv_monitor"):
+        if draft.get(f"{section}.enabled") and not draft.get(f"{section}.output_path"):
+            draft.fill(f"{section}.output_path", str(draft.args.training.output_dir), "--output_dir")
+        path = draft.get(f"{section}.output_path")
+        if draft.is_local and draft.get(f"{section}.enabled") and path and not can_be_made(path):
+            draft.refuse(f"{section}.output_path {path} can't be written to: name another folder")
+    if draft.get("dump_state") and draft.get("log_level") is None:
+        draft.fill("log_level", "info", "dump_state prints at this level")
