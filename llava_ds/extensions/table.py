@@ -50,7 +50,7 @@ EXTENSIONS: dict[str, Trigger] = {
     ),
     "preference": Trigger(
         "the better of two answers: direct preference optimisation, and reward models",
-        "beta loss_type label_smoothing rpo_alpha simpo_gamma share_prompts no_share_prompts "
+        "beta loss_type label_smoothing rpo_alpha simpo_gamma cpo_alpha share_prompts no_share_prompts "
         "ref_model_name_or_path reward_loss center_rewards_coefficient",
         adds={
             "objective": {

@@ -35,6 +35,13 @@ PAIR_CASES = [
     {"loss_types": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "alone": True},
     {"trainer": "cpo", "beta": 2.0, "simpo_gamma": 0.7}, {"trainer": "cpo", "simpo_gamma": 0.3, "label_smoothing": 0.1},
 ]  # fmt: skip
+# Drawn last: the numbers before stay.
+WITHOUT_REFERENCE_CASES = [
+    {"trainer": "cpo", "loss_types": ["sigmoid"], "label_smoothing": 0.1},
+    {"trainer": "cpo", "loss_types": ["sigmoid"], "cpo_alpha": 0.5, "alone": True},
+    {"trainer": "cpo", "loss_types": ["sigmoid"], "cpo_alpha": 1.0, "alone": True},
+    {"trainer": "orpo", "beta": 0.1, "alone": True}, {"trainer": "orpo", "beta": 0.5, "alone": True},
+]  # fmt: skip
 POLICY_SETTINGS = [
     {"loss_type": kind, "importance_sampling_level": level, "scale_rewards": scale, **more}
     for kind in ("dapo", "grpo", "dr_grpo")
@@ -86,7 +93,8 @@ def difference(known: dict, found: dict) -> float:
 def by_trl(python: str, folder: Path) -> dict[str, object]:
     """Return inputs and TRL's results: versions, pairs and policy, in the form of the tests' file."""
     rng = np.random.default_rng(7)
-    pairs, policy = pair_cases(rng), policy_inputs(rng)
+    pairs, policy = pair_cases(rng, PAIR_CASES), policy_inputs(rng)
+    pairs += pair_cases(rng, WITHOUT_REFERENCE_CASES)
     given, results, log = (folder / name for name in ("given.json", "results.json", "log.txt"))
     given.write_text(json.dumps({"model": str(LLAMA_PATH), "pairs": pairs, "policy": policy}))
     quiet = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_DATASETS_CACHE": str(folder / "trl")}
@@ -116,10 +124,10 @@ def as_text(found: dict[str, object]) -> str:
     return "{\n" + ",\n".join([*parts, f'"policy": {{\n{policy[:-2]}\n}}']) + "\n}\n"
 
 
-def pair_cases(rng: np.random.Generator) -> list[dict]:
-    """Generate cases: lengths (B, 2), rows of log-probabilities with chosen answers first, and reference (B, 2)."""
+def pair_cases(rng: np.random.Generator, given: list[dict]) -> list[dict]:
+    """Complete cases: lengths (B, 2), rows of log-probabilities with chosen answers first, and reference (B, 2)."""
     cases = []
-    for case in PAIR_CASES:
+    for case in given:
         number = 1 if case.get("alone") else PAIRS
         lengths = rng.integers(1, LONGEST + 1, (number, 2))
         rows = [logs(rng, size) for size in lengths.T.flatten()]

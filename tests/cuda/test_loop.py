@@ -47,7 +47,7 @@ OBJECTIVES = {
 }
 if "preference" in EXTENSIONS:
     dpo = importlib.import_module("llava_ds.extensions.preference.dpo")
-    KINDS = ("sigmoid", "hinge", "ipo", "simpo")
+    KINDS = ("sigmoid", "hinge", "ipo", "simpo", "cpo", "orpo")
     OBJECTIVES |= {f"dpo {kind}": dpo.DPO(dpo.PairLoss(kind, rpo_alpha=1.0), 2, 1) for kind in KINDS}
 
 SOME = [name for name in ("sft", "dpo sigmoid") if name in OBJECTIVES]

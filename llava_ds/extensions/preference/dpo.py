@@ -8,24 +8,25 @@ import torch
 import torch.nn.functional as F
 
 from llava_ds.batch import Batch
-from llava_ds.extensions.preference.flags import METRICS
+from llava_ds.extensions.preference.flags import LOSS_TYPES, METRICS
 from llava_ds.extensions.preference.pairs import PairObjective
 from llava_ds.model.heads import LogProbs, sum_by_sample
 from llava_ds.train.objectives.objective import MicroLoss
 
-LossType = Literal["sigmoid", "hinge", "ipo", "simpo"]
+LossType = Literal["sigmoid", "hinge", "ipo", "simpo", "cpo", "orpo"]
 ROUNDING = 1e-6  # of a log-probability in float32, relative, between two ways to compute it
-MEAN_LOSS_TYPES = ("ipo", "simpo")  # use the mean log-probability of an answer's tokens, others the sum
+MEAN_LOSS_TYPES = ("ipo", "simpo", "orpo")  # use the mean log-probability of an answer's tokens, others the sum
 
 
 @dataclass(frozen=True)
 class PairLoss:
     """The loss of pairs of answers, from their log-probabilities.
 
-    beta: strength of the pull towards the reference model; label_smoothing: fraction of pairs that may be mislabelled;
-    rpo_alpha: weight of the chosen answer's own loss per token; simpo_gamma: SimPO's margin.
+    beta: strength of the pull towards the reference model, ORPO's weight of the log odds; label_smoothing: fraction of
+    pairs that may be mislabelled; rpo_alpha and, for CPO, cpo_alpha: weight of the chosen answer's own loss per token,
+    1 for ORPO; simpo_gamma: SimPO's margin.
     Sources: DPO (arXiv 2305.18290), IPO (2310.12036), SLiC's hinge (2305.10425), SimPO (2405.14734), cDPO's label
-    smoothing, RPO (2404.19733); names and conventions are TRL's.
+    smoothing, RPO (2404.19733), CPO (2401.08417), ORPO (2403.07691); names and conventions are TRL's.
     """
 
     loss_type: LossType = "sigmoid"
@@ -33,6 +34,7 @@ class PairLoss:
     label_smoothing: float = 0.0
     rpo_alpha: float = 0.0
     simpo_gamma: float = 0.5
+    cpo_alpha: float = 1.0
 
     @property
     def takes_means(self) -> bool:
@@ -42,7 +44,12 @@ class PairLoss:
     @property
     def has_reference(self) -> bool:
         """True if the loss compares with a reference model."""
-        return self.loss_type != "simpo"
+        return self.loss_type in LOSS_TYPES["ref_model_name_or_path"]
+
+    @property
+    def own_weight(self) -> float:
+        """Weight of the chosen answer's own loss per token."""
+        return {"cpo": self.cpo_alpha, "orpo": 1.0}.get(self.loss_type, self.rpo_alpha)
 
     def __call__(self, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return the loss of every pair, (pairs,).
@@ -57,17 +64,26 @@ class PairLoss:
             losses = torch.relu(1 - margin)
         elif self.loss_type == "ipo":
             losses = (margin / self.beta - 1 / (2 * self.beta)) ** 2
+        elif self.loss_type == "orpo":
+            odds = log_odds(log_probs / lengths.clamp(min=1))
+            losses = -self.beta * F.logsigmoid(odds[:, 0] - odds[:, 1])
         else:
             margin = margin - (self.simpo_gamma if self.loss_type == "simpo" else 0.0)
             losses = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
-        if self.rpo_alpha:
-            losses = losses - self.rpo_alpha * log_probs[:, 0] / lengths[:, 0].clamp(min=1)
+        if self.own_weight:
+            losses = losses - self.own_weight * log_probs[:, 0] / lengths[:, 0].clamp(min=1)
         return losses
 
     def rewards(self, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return the implicit rewards of the answers, (pairs, 2); arguments as for the loss."""
         ratios = log_probs - reference if self.has_reference else log_probs
         return self.beta * (ratios / lengths.clamp(min=1) if self.takes_means else ratios)
+
+
+def log_odds(logs: torch.Tensor) -> torch.Tensor:
+    """Return log(p / (1 - p)) of log-probabilities log p, for p up to 1 minus float32's rounding."""
+    logs = logs.clamp(max=-torch.finfo(torch.float32).eps)
+    return logs - (-logs.expm1()).log()
 
 
 @dataclass(frozen=True)

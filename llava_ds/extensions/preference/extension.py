@@ -5,6 +5,7 @@ from dataclasses import fields
 from llava_ds.engine.runner import Direct, Runner
 from llava_ds.extensions.base import Extension, SessionPart
 from llava_ds.extensions.preference.dpo import DPO, PairLoss
+from llava_ds.extensions.preference.flags import LOSS_TYPES
 from llava_ds.extensions.preference.reference import Reference, add_reference, forward_digest
 from llava_ds.extensions.preference.reward import Reward, RewardLoss
 from llava_ds.runtime.mesh import Mesh
@@ -48,7 +49,8 @@ class References(SessionPart):
 
     def started(self, runner: Runner) -> None:
         plan, ranks, mesh = self.plan, self.ranks, self.mesh
-        if plan.args.training.objective != "dpo" or plan.args.own["preference"].loss_type == "simpo":
+        needs = LOSS_TYPES["ref_model_name_or_path"]
+        if plan.args.training.objective != "dpo" or plan.args.own["preference"].loss_type not in needs:
             return
         dtype, other = plan.resolved.compute_dtype, plan.own["preference"]
         if other is not None:

@@ -18,8 +18,10 @@ _reward, _ = flags_of("preference", goes_with="reward")
 
 # Values of --loss_type that read a flag; flags that are not listed are read by all.
 LOSS_TYPES = {
-    "label_smoothing": ("sigmoid", "simpo"),
+    "label_smoothing": ("sigmoid", "simpo", "cpo"),
+    "rpo_alpha": ("sigmoid", "hinge", "ipo", "simpo"),
     "simpo_gamma": ("simpo",),
+    "cpo_alpha": ("cpo",),
     "ref_model_name_or_path": ("sigmoid", "hinge", "ipo"),
 }
 
@@ -51,19 +53,24 @@ class Flags(ExtensionFlags):
         "logps/rejected": Number("Log-probability of rejected answers"),
     }
 
-    beta: Rate = _dpo(0.1, "dpo: weight that keeps the model close to the reference model, its starting point.")
-    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo"] = _dpo(
+    beta: Rate = _dpo(
+        0.1,
+        "dpo: weight that keeps the model close to the reference model, its starting point; with orpo the weight of "
+        "the odds, λ in its paper.",
+    )
+    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "cpo", "orpo"] = _dpo(
         "sigmoid",
-        "dpo: the loss of a pair. sigmoid: DPO; hinge: SLiC; ipo: IPO, over mean log-probabilities; simpo: SimPO, the "
-        "same without a reference model.",
+        "dpo: the loss of a pair. sigmoid: DPO; hinge: SLiC; ipo: IPO, over mean log-probabilities; without a "
+        "reference model: simpo: SimPO, over means; cpo: CPO; orpo: ORPO, odds of mean log-probabilities.",
     )
     label_smoothing: Annotated[float, Bounds(0, 0.5)] = _dpo(
-        0.0, "dpo with sigmoid or simpo: the share of pairs that may be the wrong way round."
+        0.0, "dpo with sigmoid, simpo or cpo: the share of pairs that may be the wrong way round."
     )
     rpo_alpha: Rate = _dpo(
         0.0, "dpo: weight of the chosen answer's own loss per token: it keeps its probability from falling."
     )
     simpo_gamma: Rate = _dpo(0.5, "dpo with simpo: target margin of the chosen answer.")
+    cpo_alpha: Rate = _dpo(1.0, "dpo with cpo: weight of the chosen answer's own loss per token.")
     share_prompts: bool = _pairs(
         True,
         "dpo and reward: compute a prompt with its images once for its answers in a micro-batch; the loss is the same. "

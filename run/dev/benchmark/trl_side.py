@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 COMMON = {"bf16": False, "gradient_checkpointing": False, "use_cpu": True, "report_to": "none"}
 
@@ -68,24 +69,46 @@ def padded(rows: list[list[float]]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
+def loss_without_reference(trainer, case: dict, rows: torch.Tensor, mask: torch.Tensor) -> float:
+    """Return the loss of CPOTrainer or ORPOTrainer for log-probabilities (2 B, L); mask (2 B, L) bool: their tokens.
+
+    The model has two tokens: the expected one, 0, with these log-probabilities, and another.
+    """
+    rows = rows.clamp(max=-1e-6)
+    logits = torch.nn.functional.pad(torch.stack([rows, (-rows.expm1()).log()], 2), (0, 0, 0, 1))  # (2 B, 1 + L, 2)
+    attended = torch.nn.functional.pad(mask, (1, 0), value=True).long()  # after a prompt of one token
+    ids = torch.zeros_like(attended)
+    labels = torch.where(torch.nn.functional.pad(mask, (1, 0)), ids, -100)
+    named = {"input_ids": ids, "attention_mask": attended, "labels": labels}
+    batch = {
+        f"{answer}_{name}": values
+        for name, both in named.items()
+        for answer, values in zip(("chosen", "rejected"), both.chunk(2))
+    }
+    trainer.beta, trainer.label_smoothing = case["beta"], case["label_smoothing"]
+    trainer.loss_type, trainer.simpo_gamma = case.get("loss_types", ["simpo"])[0], case["simpo_gamma"]
+    trainer.cpo_alpha = case.get("cpo_alpha", 0.0)
+    return trainer.get_batch_loss_metrics(lambda *_, **__: SimpleNamespace(logits=logits), batch)[0].item()
+
+
 def pair_losses(model: str, cases: list[dict]) -> list[float]:
-    """Return the losses of DPOTrainer and CPOTrainer for given log-probabilities."""
+    """Return the losses of DPOTrainer, CPOTrainer and ORPOTrainer for given log-probabilities."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         rows = [{"prompt": "yes", "chosen": "no", "rejected": "two"}]
         options = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer_of(model)}
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         dpo = DPOTrainer(loaded, args=DPOConfig(folder, **COMMON), **options)
-        cpo = CPOTrainer(loaded, args=CPOConfig(folder, **COMMON), **options)
+        others = {
+            "cpo": CPOTrainer(loaded, args=CPOConfig(folder, **COMMON), **options),
+            "orpo": ORPOTrainer(loaded, args=ORPOConfig(folder, **COMMON), **options),
+        }
         for case in cases:
             rows = padded(case["rows"])
             lengths = torch.tensor(case["lengths"])  # (B, 2)
             mask = torch.arange(rows.shape[1]) < lengths.T.reshape(-1, 1)  # chosen answers, then rejected ones
-            if case["trainer"] == "cpo":
-                cpo.beta, cpo.label_smoothing = case["beta"], case["label_smoothing"]
-                cpo.loss_type, cpo.simpo_gamma = "simpo", case["simpo_gamma"]
-                means = (rows * mask).sum(1) / mask.sum(1)
-                found.append(cpo.cpo_loss(*means.chunk(2))[0].mean().item())
+            if case["trainer"] in others:
+                found.append(loss_without_reference(others[case["trainer"]], case, rows, mask))
                 continue
             dpo.beta, dpo.loss_types, dpo.loss_weights = case["beta"], case["loss_types"], case["loss_weights"] or [1.0]
             dpo.label_smoothing, dpo.precompute_ref_logps = case["label_smoothing"], True

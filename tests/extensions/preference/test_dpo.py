@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llava_ds.extensions.preference.dpo import DPO, PairLoss, sum_by_sample
+from llava_ds.extensions.preference.dpo import DPO, PairLoss, log_odds, sum_by_sample
 
 LOG_PROBS = torch.tensor([[-4.0, -6.0], [-9.0, -3.0]], dtype=torch.float64)
 REFERENCE = torch.tensor([[-5.0, -5.5], [-8.0, -4.0]], dtype=torch.float64)
@@ -21,13 +21,16 @@ def by_hand(kind: str, pair: int, beta: float, smoothing: float, alpha: float, g
     (chosen, rejected), (old_chosen, old_rejected) = LOG_PROBS[pair].tolist(), REFERENCE[pair].tolist()
     long_chosen, long_rejected = LENGTHS[pair].tolist()
     delta = (chosen - old_chosen) - (rejected - old_rejected)
-    own = alpha * chosen / long_chosen
+    own = (1.0 if kind == "orpo" else alpha) * chosen / long_chosen
+    if kind == "orpo":
+        p, q = math.exp(chosen / long_chosen), math.exp(rejected / long_rejected)
+        return -beta * log_sigmoid(math.log(p / (1 - p) / (q / (1 - q)))) - own
     if kind == "hinge":
         return max(0.0, 1 - beta * delta) - own
     if kind == "ipo":
         mean = (chosen - old_chosen) / long_chosen - (rejected - old_rejected) / long_rejected
         return (mean - 1 / (2 * beta)) ** 2 - own
-    margin = beta * delta
+    margin = beta * (chosen - rejected if kind == "cpo" else delta)
     if kind == "simpo":
         margin = beta * (chosen / long_chosen - rejected / long_rejected) - gamma
     return -(1 - smoothing) * log_sigmoid(margin) - smoothing * log_sigmoid(-margin) - own
@@ -35,12 +38,23 @@ def by_hand(kind: str, pair: int, beta: float, smoothing: float, alpha: float, g
 
 @pytest.mark.parametrize("alpha", [0.0, 0.7])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo", "simpo"])
+@pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo", "simpo", "cpo", "orpo"])
 def test_the_loss_of_a_pair(kind, smoothing, alpha):
-    loss = PairLoss(kind, beta=0.3, label_smoothing=smoothing, rpo_alpha=alpha, simpo_gamma=0.4)
+    own = {"cpo_alpha" if kind == "cpo" else "rpo_alpha": alpha}
+    loss = PairLoss(kind, beta=0.3, label_smoothing=smoothing, simpo_gamma=0.4, **own)
     found = loss(LOG_PROBS, REFERENCE, LENGTHS).tolist()
     wanted = [by_hand(kind, pair, 0.3, 0.0 if kind in ("hinge", "ipo") else smoothing, alpha, 0.4) for pair in (0, 1)]
     assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def test_odds_of_certain_and_of_missing_answers_are_finite():
+    """A mean of zero is an answer that the model is sure of, or one without tokens on a rank that lacks its image."""
+    logs = torch.tensor([0.0, -1e-9, -1e-3, -50.0], dtype=torch.float64, requires_grad=True)
+    odds = log_odds(logs)
+    odds.sum().backward()
+    assert odds[:2].tolist() == pytest.approx([math.log(2**23)] * 2, rel=1e-6)
+    assert odds[2:].tolist() == pytest.approx([math.log(1 / math.expm1(1e-3)), -50.0], rel=1e-12)
+    assert logs.grad.isfinite().all()
 
 
 def batch(reference: torch.Tensor | None, samples: int) -> SimpleNamespace:

@@ -28,6 +28,15 @@ def refusal(*flags: str) -> str:
         (["--reward_loss", "tokens"], "--reward_loss belongs to --objective reward, which is sft"),
         (["--objective", "reward", "--tune_mm_mlp_adapter", "True"], "train the language model as well"),
         (["--objective", "dpo", "--simpo_gamma", "1"], "--simpo_gamma has no effect with --loss_type sigmoid"),
+        (["--objective", "dpo", "--cpo_alpha", "1"], "--cpo_alpha has no effect with --loss_type sigmoid"),
+        (
+            ["--objective", "dpo", "--loss_type", "orpo", "--rpo_alpha", "1"],
+            "--rpo_alpha has no effect with --loss_type orpo: it is for sigmoid and hinge and ipo and simpo",
+        ),
+        (
+            ["--objective", "dpo", "--loss_type", "cpo", "--ref_model_name_or_path", "m"],
+            "--ref_model_name_or_path has no effect with --loss_type cpo",
+        ),
         (
             ["--objective", "dpo", "--loss_type", "dapo"],
             "invalid choice: 'dapo' (choose from 'sigmoid', 'hinge'",

@@ -22,6 +22,8 @@ KINDS = {
     "hinge": {"loss_type": "hinge"},
     "ipo": {"loss_type": "ipo"},
     "simpo": {"loss_type": "simpo", "simpo_gamma": 0.7, "label_smoothing": 0.2},
+    "cpo": {"loss_type": "cpo", "cpo_alpha": 0.5, "label_smoothing": 0.1},
+    "orpo": {"loss_type": "orpo"},
     "other": {},  # with a reference model that is not the start
 }
 
@@ -44,8 +46,9 @@ RUNS = {  # (kind, stage, ranks, which may share samples or matrices): more flag
     **{(kind, 2, 2): PACKED for kind in KINDS},
     **{("sigmoid", stage, 2): {} for stage in (0, 1, 3)},
     ("sigmoid", 3, 1): PACKED,
-    ("sigmoid", 0, 1): {"per_device_train_batch_size": 1},
-    **{(kind, 3, "2 shared"): {**PACKED, "sequence_parallel_size": 2} for kind in ("sigmoid", "ipo", "other")},
+    **{(kind, 0, 1): {"per_device_train_batch_size": 1} for kind in ("sigmoid", "cpo", "orpo")},
+    ("orpo", 3, 1): {**PACKED, "share_prompts": False},
+    **{(kind, 3, "2 shared"): {**PACKED, "sequence_parallel_size": 2} for kind in ("sigmoid", "ipo", "orpo", "other")},
     **{(kind, stage, "2 cut"): {**PACKED, "tensor_parallel_size": 2} for kind, stage in (("sigmoid", 1), ("other", 3))},
 }
 RUNS = {at: more for at, more in RUNS.items() if known(more)}
@@ -145,11 +148,15 @@ def answers(model, batch: list) -> tuple[torch.Tensor, torch.Tensor]:
     return rows.sum(1), (wanted >= 0).sum(1)
 
 
-def by_hand(sums, reference, lengths, pairs, loss_type="sigmoid", label_smoothing=0.0, rpo_alpha=0.0, simpo_gamma=0.5):
-    """TRL's formulas, from its DPOTrainer and CPOTrainer."""
-    if loss_type in ("ipo", "simpo"):
+def by_hand(
+    sums, reference, lengths, pairs, loss_type="sigmoid", label_smoothing=0.0, rpo_alpha=0.0, simpo_gamma=0.5,
+    cpo_alpha=0.0,
+):  # fmt: skip
+    """TRL's formulas, from its DPOTrainer, CPOTrainer and ORPOTrainer."""
+    own = (sums / lengths)[:pairs].mean()
+    if loss_type in ("ipo", "simpo", "orpo"):
         sums, reference = sums / lengths, reference / lengths
-    if loss_type == "simpo":
+    if loss_type in ("simpo", "cpo", "orpo"):
         reference = torch.zeros_like(reference)
     chosen, rejected = (sums - reference)[:pairs], (sums - reference)[pairs:]
     delta = chosen - rejected
@@ -157,10 +164,12 @@ def by_hand(sums, reference, lengths, pairs, loss_type="sigmoid", label_smoothin
         each = torch.relu(1 - BETA * delta)
     elif loss_type == "ipo":
         each = (delta - 1 / (2 * BETA)) ** 2
+    elif loss_type == "orpo":
+        each, rpo_alpha = -BETA * F.logsigmoid(torch.logit(chosen.exp()) - torch.logit(rejected.exp())), 1.0
     else:
         delta = delta - (simpo_gamma / BETA if loss_type == "simpo" else 0)
         each = -F.logsigmoid(BETA * delta) * (1 - label_smoothing) - F.logsigmoid(-BETA * delta) * label_smoothing
-    loss = each.mean() - rpo_alpha * (sums[:pairs] / lengths[:pairs]).mean()
+    loss = each.mean() - (rpo_alpha + cpo_alpha) * own
     row = {
         "rewards/chosen": BETA * chosen.mean().item(),
         "rewards/accuracies": (chosen > rejected).float().mean().item(),

@@ -21,6 +21,8 @@ SLOW = {
     "dpo with LoRA on shared tokens": (2, 2, {**LORA, **WIDE}),
     "dpo on a pipeline": (2, 1, {"pipeline_parallel_size": 2}),
     "dpo on shared matrices": (2, 1, {"tensor_parallel_size": 2}),
+    "cpo": (2, 2, {"loss_type": "cpo"}),
+    "orpo": (2, 3, {"loss_type": "orpo"}),
     "dpo alone": (1, 2, {}),
     "dpo alone, recomputed": (1, 0, {"gradient_checkpointing": "all"}),
 }

@@ -1,4 +1,4 @@
-"""The losses are those of TRL's DPOTrainer and CPOTrainer: numbers that they gave, without TRL.
+"""The losses are those of TRL's DPOTrainer, CPOTrainer and ORPOTrainer: numbers that they gave, without TRL.
 
 run/dev/compare_trl.py --write renews the file, by TRL's own code.
 """
@@ -16,12 +16,19 @@ PAIRS = json.loads((Path(toys.__file__).parent / "trl_losses.json").read_text())
 FLOAT32 = 1e-6  # TRL computes in it, relative to the largest loss of some
 
 
+NAMES = {  # by TRL's trainer and loss type; of one pair aot is the sigmoid, and smoothed
+    ("dpo", "aot"): "sigmoid", ("cpo", None): "simpo", ("cpo", "sigmoid"): "cpo", ("orpo", None): "orpo",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("case", PAIRS, ids=lambda case: f"{case['trainer']}-{'-'.join(case.get('loss_types', []))}")
 def test_the_loss_of_pairs(case):
-    names = {"aot": "sigmoid"}  # of one pair aot is the sigmoid, and smoothed
-    kind = "simpo" if case["trainer"] == "cpo" else names.get(case["loss_types"][0], case["loss_types"][0])
+    theirs = case.get("loss_types", [None])[0]
     alpha = (case["loss_weights"] or [1.0, 0.0])[1]
-    loss = PairLoss(kind, case["beta"], case["label_smoothing"], alpha, case["simpo_gamma"])
+    loss = PairLoss(
+        NAMES.get((case["trainer"], theirs), theirs), case["beta"], case["label_smoothing"], alpha, case["simpo_gamma"],
+        cpo_alpha=case.get("cpo_alpha", 0.0),
+    )  # fmt: skip
     lengths = torch.tensor(case["lengths"], dtype=torch.float64)
     sums = torch.tensor([sum(row) for row in case["rows"]], dtype=torch.float64).view(2, -1).T
     found = loss(sums, torch.tensor(case["reference"], dtype=torch.float64), lengths).mean().item()

@@ -177,12 +177,12 @@ def batch_of_pairs(ready):
 
 
 @needs_extension("preference")
-@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "simpo"])
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "simpo", "cpo", "orpo"])
 def test_preferences(ready, loss_type):
     from llava_ds.extensions.preference.dpo import DPO, PairLoss
 
     beta, alpha, gamma = 0.3, 0.5, 0.4
-    loss = PairLoss(loss_type, beta=beta, rpo_alpha=alpha, simpo_gamma=gamma)
+    loss = PairLoss(loss_type, beta=beta, rpo_alpha=alpha, simpo_gamma=gamma, cpo_alpha=alpha)
     rows = [[log_probs(ready.theirs, *answered(ready, i, text)) for text in both] for i, both in enumerate(ANSWERS)]
     sums, lengths = (
         torch.stack([torch.stack([r.sum() for r in both]) for both in rows]),
@@ -197,6 +197,11 @@ def test_preferences(ready, loss_type):
         each = -logsigmoid(beta * (chosen - rejected))
     elif loss_type == "ipo":
         each = (chosen / lengths[:, 0] - rejected / lengths[:, 1] - 1 / (2 * beta)) ** 2
+    elif loss_type == "cpo":
+        each = -logsigmoid(beta * (sums[:, 0] - sums[:, 1]))
+    elif loss_type == "orpo":
+        odds, alpha = torch.logit((sums / lengths).exp()), 1.0
+        each = -beta * logsigmoid(odds[:, 0] - odds[:, 1])
     else:
         each = -logsigmoid(beta * (sums[:, 0] / lengths[:, 0] - sums[:, 1] / lengths[:, 1]) - gamma)
     expected = (each - alpha * sums[:, 0] / lengths[:, 0]).sum()
