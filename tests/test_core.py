@@ -27,7 +27,7 @@ BARS = {
     "feature words": 57,
     "kernel files": 39,
     "kernel lines": 5740,
-    "all lines": 71184,
+    "all lines": 71240,
 }
 
 # What one reads to understand training.
