@@ -1,6 +1,5 @@
 """Arithmetic on image sizes, and the resulting layouts. No files."""
 
-import ast
 import dataclasses
 import math
 import re
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from llava_ds.boxes import LLAVA_BOXES, BoxFormat, CoordinateFrame, coordinate_units
 from llava_ds.config.arguments import DataArguments, ModelArguments
-from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError, DataError, in_short
+from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError, DataError
 from llava_ds.layouts import ImageText, MediaLayout
 from llava_ds.tilings import AskedSize, Cut, Tiling
 
@@ -21,9 +20,6 @@ if TYPE_CHECKING:
     from llava_ds.videos import Clip, Footage, FrameChoice, VideoRule
 
 Size = tuple[int, int]  # width, height
-
-MAX_GRID_SIDE = 100  # tiles: 10,000 grids, compared with LLaVA-NeXT's 36
-DEFAULT_GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))  # tiles across and down, in LLaVA-NeXT's order
 
 BILINEAR, BICUBIC = 2, 3  # Pillow's filter numbers
 FILTERS = (BILINEAR, BICUBIC)
@@ -191,6 +187,8 @@ class ImageOptions:
     @property
     def anyres_sizes(self) -> tuple[Size, ...]:
         """Sizes that an anyres image may take."""
+        from llava_ds.anyres import parse_pinpoints
+
         return self.pinpoints or parse_pinpoints(None, self.size)
 
     @property
@@ -224,12 +222,17 @@ def image_options(model: ModelArguments, data: DataArguments, spec: ImageSpec) -
         raise ConfigError(
             f"--mm_spatial_pool_stride is {stride}: give a value from 1 to {size // patch_size}, the features in a row"
         )
+    pinpoints: tuple[Size, ...] = ()
+    if ratio.startswith("anyres"):
+        from llava_ds.anyres import parse_pinpoints
+
+        pinpoints = parse_pinpoints(data.image_grid_pinpoints, size)
     return ImageOptions(
         size=size,
         patch_size=patch_size,
         mean=spec.mean,
         aspect_ratio=ratio,
-        pinpoints=parse_pinpoints(data.image_grid_pinpoints, size) if ratio.startswith("anyres") else (),
+        pinpoints=pinpoints,
         merge_type=model.mm_patch_merge_type,
         max_pixels=data.max_image_pixels,
         fast_decoding=data.fast_image_decoding,
@@ -245,41 +248,6 @@ def image_options(model: ModelArguments, data: DataArguments, spec: ImageSpec) -
         square_resample=spec.resample,
         value_range=data.image_value_range,
     )
-
-
-def parse_pinpoints(text: str | None, size: int) -> tuple[Size, ...]:
-    """Parse --image_grid_pinpoints to (width, height) in pixels, in order (the first wins ties).
-
-    Takes LLaVA's list "[(336,672),(672,336)]", or LLaVA-NeXT's range of grids "(1x1),...,(6x6)". None gives
-    LLaVA-NeXT's five. Raises ConfigError for other texts, and for sizes that are not multiples of size.
-    """
-    if text is None:
-        return tuple((across * size, down * size) for across, down in DEFAULT_GRIDS)
-    if re.fullmatch(r"[\s\[]*\(\d+x\d+\)[\s,.()\dx]*[\s\]]*", text):
-        grids = [(across, down) for across, down in re.findall(r"\((\d+)x(\d+)\)", text)]
-        if any(len(tiles) > len(str(MAX_GRID_SIDE)) or int(tiles) > MAX_GRID_SIDE for grid in grids for tiles in grid):
-            raise ConfigError(
-                f"--image_grid_pinpoints {in_short(text)} names a grid with more than {MAX_GRID_SIDE} tiles in a row "
-                "or column: give smaller ones, like (1x1),...,(6x6)"
-            )
-        (first_across, first_down), (last_across, last_down) = (tuple(map(int, grid)) for grid in (grids[0], grids[-1]))
-        found = [
-            (across * size, down * size)
-            for across in range(first_across, last_across + 1)
-            for down in range(first_down, last_down + 1)
-        ]
-    else:
-        try:
-            found = [(width, height) for width, height in ast.literal_eval(text)]
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            found = []
-    fits = all(type(side) is int and side > 0 and side % size == 0 for pinpoint in found for side in pinpoint)
-    if not found or not fits:
-        raise ConfigError(
-            f"--image_grid_pinpoints {in_short(repr(text))} can't be used: give multiples of the tower's "
-            f"{size} pixels, like [({size},{2 * size}),({2 * size},{size})], or a range of grids like (1x1),...,(3x3)"
-        )
-    return tuple(found)
 
 
 def resized_size(width: int, height: int, short_side: int) -> Size:
@@ -330,47 +298,6 @@ def coordinate_frame(size: Size, num_media: int, options: ImageOptions) -> Coord
     return CoordinateFrame(corner, whole, coordinate_units(options.boxes.bbox_type, resized), options.boxes.decimals)
 
 
-def best_pinpoint(size: Size, pinpoints: tuple[Size, ...]) -> Size:
-    """Choose the pinpoint that preserves most pixels of an image and, among equals, wastes the fewest of its own.
-
-    Source: LLaVA's select_best_resolution.
-    """
-    width, height = size
-    best, most_pixels, least_wasted = pinpoints[0], 0, math.inf
-    for across, down in pinpoints:
-        scale = min(across / width, down / height)
-        pixels = min(int(width * scale) * int(height * scale), width * height)
-        wasted = across * down - pixels
-        if pixels > most_pixels or (pixels == most_pixels and wasted < least_wasted):
-            best, most_pixels, least_wasted = (across, down), pixels, wasted
-    return best
-
-
-def fitted_size(size: Size, target: Size) -> Size:
-    """Compute the size of an image scaled to fit into the target.
-
-    Source: LLaVA's resize_and_pad_image.
-    """
-    (width, height), (across, down) = size, target
-    by_width, by_height = across / width, down / height
-    if by_width < by_height:
-        return across, min(math.ceil(height * by_width), down)
-    return min(math.ceil(width * by_height), across), down
-
-
-def unpadded_box(size: Size, across: int, down: int) -> tuple[int, int, int, int]:
-    """Compute (left, top, right, bottom) of the features without padding, among across x down features.
-
-    A very narrow image may have no column (or row) left. Source: LLaVA's unpad_image. It rounds the image down.
-    """
-    width, height = size
-    if width / height > across / down:
-        padding = (down - int(height * (across / width))) // 2
-        return 0, padding, across, down - padding
-    padding = (across - int(width * (down / height))) // 2
-    return padding, 0, across - padding, down
-
-
 @lru_cache(maxsize=_MAX_LAYOUTS)
 def media_layout(
     kind: Literal["image", "frames", "video"],
@@ -408,6 +335,8 @@ def media_layout(
     if not options.is_anyres or num_media > 1:
         tokens, behind = options.tokens_per_tile + newline, "end" if newline else "none"
         return MediaLayout(1, tokens, side, None, whole, None, None, behind, class_token, sizes)
+    from llava_ds.anyres import best_pinpoint, scaled_down, unpadded_box
+
     grid = tuple(length // options.size for length in best_pinpoint(sizes[0], options.anyres_sizes))
     n = 1 + grid[0] * grid[1]
     if options.merge_type == "flat":
@@ -420,7 +349,7 @@ def media_layout(
         return MediaLayout(n, tokens, side, grid, box, pooled, 2, "none", class_token, sizes, overview, True)
     box = unpadded_box(sizes[0], across, down) if newline else (0, 0, across, down)
     width, height = box[2] - box[0], box[3] - box[1]
-    pooled = _scaled_down(width, height, options.max_tiles, side) if newline else None
+    pooled = scaled_down(width, height, options.max_tiles, side) if newline else None
     width, height = pooled or (width, height)
     tokens = overview * side * side + height * (width + newline)
     behind = "row" if newline else "none"
@@ -465,13 +394,3 @@ def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions, foo
         n, n * options.tokens_per_tile, side, None, box, None, None, "none", False, sizes, text=written, cells=cells,
         moments=moments, seconds=seconds, interval=interval,
     )  # fmt: skip
-
-
-def _scaled_down(width: int, height: int, max_tiles: int | None, side: int) -> tuple[int, int] | None:
-    """Size to which features of more than max_tiles tiles are scaled; None to leave them unchanged."""
-    if max_tiles is None:
-        return None
-    times = math.sqrt(height * width / (max_tiles * side**2))
-    if times <= 1.1:
-        return None
-    return max(1, int(width // times)), max(1, int(height // times))  # LLaVA-NeXT crashes if none are left

@@ -20,7 +20,7 @@ LEVELS = [
     {"config"},
     {"runtime"},
     {"tilings"},
-    {"layouts", "sentencepiece", "videos"},
+    {"anyres", "layouts", "sentencepiece", "videos"},
     {"batch", "geometry", "tokenizer"},
     {"data", "model"},
     {"engine"},

@@ -5,7 +5,7 @@ import json
 import math
 import re
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Annotated
 
@@ -208,3 +208,16 @@ def parse_size(text: str) -> int:
     if found is None or float(found[1]) <= 0:
         raise ConfigError(f"--max_shard_size {text}: give a size like 5GB or 200MB")
     return int(float(found[1]) * _SIZES[found[2]])
+
+
+def number_in(environ: Mapping[str, str], name: str, least: int = 1) -> int:
+    """Return an environment variable's whole number, or `least` if it is not set."""
+    text = environ.get(name, str(least))
+    if (number := whole_number(text)) is None:
+        raise ConfigError(f"{name} is {in_short(text)!r}: expected a whole number")
+    return number
+
+
+def whole_number(text: str) -> int | None:
+    """Parse a whole number of at most 20 digits; None for other text."""
+    return int(text) if re.fullmatch(r"[0-9]{1,20}", text) else None

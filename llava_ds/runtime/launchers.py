@@ -2,11 +2,10 @@
 
 import contextlib
 import random
-import re
 import socket
-import subprocess
 from collections.abc import Mapping
 
+from llava_ds.config.bounds import number_in, whole_number
 from llava_ds.constants import ConfigError, in_short
 
 TORCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -15,7 +14,6 @@ RANK_NUMBERS = {
     "RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "LOCAL_SIZE": 1, "MASTER_PORT": 1,
 }  # fmt: skip
 LARGEST = {"MASTER_PORT": 65535}
-DEFAULT_PORT = 29500  # deepspeed's and torchrun's
 # The same variables under srun and under Open MPI's mpirun.
 SRUN = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
 OPEN_MPI = {
@@ -24,7 +22,6 @@ OPEN_MPI = {
     "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
     "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }
-SCONTROL_S = 30.0
 
 
 def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], str | None]:
@@ -42,19 +39,18 @@ def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], str | No
                 f"{', '.join(TORCH_VARIABLES)}"
             )
         return {}, None
-    if (names := _names(environ)) is SRUN:
-        found = _from_srun(environ)
-    elif names is OPEN_MPI:
-        found = _from_open_mpi(environ)
-    elif _number(environ, "PMI_SIZE") > 1:
+    if names := _names(environ):
+        from llava_ds.runtime.other_launchers import from_open_mpi, from_srun
+
+        translated = (from_srun if names is SRUN else from_open_mpi)(environ, names)
+        return {name: value for name, value in translated.items() if name not in environ}, None
+    if number_in(environ, "PMI_SIZE") > 1:
         raise ConfigError(
             f"PMI_SIZE is {environ['PMI_SIZE']}, but RANK is not set: each process would train by itself. Start with "
             f"deepspeed, torchrun, srun or Open MPI's mpirun, or set {', '.join(TORCH_VARIABLES)}"
         )
-    else:
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        return {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}, _note_of_one(environ)
-    return {name: value for name, value in found.items() if name not in environ}, None
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}, _note_of_one(environ)
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
@@ -69,7 +65,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
         text = environ.get(own_name[name])
         if text is None:
             continue
-        number = _parsed(text.strip())
+        number = whole_number(text.strip())
         if number is not None and least <= number <= LARGEST.get(name, 2**31 - 1):
             numbers[name] = number
         else:
@@ -95,90 +91,20 @@ def _names(environ: Mapping[str, str]) -> Mapping[str, str]:
     """Return the launcher's names of the variables if it does not set RANK itself; empty without a launcher."""
     if "RANK" not in environ:
         for names in (SRUN, OPEN_MPI):
-            if _number(environ, names["WORLD_SIZE"]) > 1:
+            if number_in(environ, names["WORLD_SIZE"]) > 1:
                 return names
     return {}
 
 
-def _from_srun(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of one task of a job step. Source: srun(1), "Output environment variables"."""
-    found = _renamed(environ, SRUN, "srun")
-    # Task 0 runs on the step's first node, unless the user gave srun another distribution.
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    if nodes is None and "MASTER_ADDR" not in environ:
-        raise ConfigError("SLURM_STEP_NODELIST and MASTER_ADDR are not set: export MASTER_ADDR=<the first node's name>")
-    here = tasks_on(_number(environ, "SLURM_NODEID", least=0), environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    # Jobs that share a node get different ports, below those that Linux gives to outgoing connections.
-    number = 31 * _number(environ, "SLURM_JOB_ID", least=0) + _number(environ, "SLURM_STEP_ID", least=0)
-    return {
-        **found,
-        "LOCAL_WORLD_SIZE": str(here),
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_node(nodes),
-        "MASTER_PORT": str(12000 + number % 20000),
-    }
-
-
-def _from_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
-    found = _renamed(environ, OPEN_MPI, "mpirun")
-    if "MASTER_ADDR" not in environ and found["LOCAL_WORLD_SIZE"] != found["WORLD_SIZE"]:
-        raise ConfigError(
-            "mpirun started ranks on several machines, but MASTER_ADDR is not set, and Open MPI has no variable for "
-            "rank 0's machine: give mpirun -x MASTER_ADDR=<name or address of the first machine>"
-        )
-    return {**found, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(DEFAULT_PORT)}
-
-
-def _renamed(environ: Mapping[str, str], names: Mapping[str, str], launcher: str) -> dict[str, str]:
-    """Return a launcher's variables under torch's names. Raises ConfigError if one is missing."""
-    missing = [theirs for theirs in names.values() if theirs not in environ]
-    if missing:
-        raise ConfigError(
-            f"{names['WORLD_SIZE']} is set, but {' and '.join(missing)} not: start the script with {launcher}"
-        )
-    return {name: environ[theirs] for name, theirs in names.items()}
-
-
 def _note_of_one(environ: Mapping[str, str]) -> str | None:
     """Return a line for a user who reserved more in Slurm than this one process uses; None otherwise."""
-    reserved = {name: _number(environ, name) for name in ("SLURM_NTASKS", "SLURM_NNODES")}
+    reserved = {name: number_in(environ, name) for name in ("SLURM_NTASKS", "SLURM_NNODES")}
     name = max(reserved, key=reserved.get)
     if reserved[name] == 1:
         return None
     return (
         f"{name} is {reserved[name]}, but srun did not start this process: it trains alone. Put srun before the command"
     )
-
-
-def first_node(text: str) -> str:
-    """Return the first name of one of Slurm's node lists, as scontrol expands it: gpu03 for gpu[03-04,07],login1.
-
-    Raises ConfigError if scontrol fails, or is missing, as in some containers.
-    """
-    if re.fullmatch(r"[\w.-]+", text):
-        return text
-    try:
-        command = ["scontrol", "show", "hostnames", text]
-        names = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_S).stdout.split()
-    except (OSError, subprocess.TimeoutExpired):
-        names = []
-    if not names:
-        raise ConfigError(
-            f"the node list {in_short(text)!r} can't be read (scontrol show hostnames): export MASTER_ADDR, the first "
-            "node's name"
-        )
-    return names[0]
-
-
-def tasks_on(node: int, text: str) -> int:
-    """Return the number of tasks on a node of the step, from Slurm's list: 4(x2),3 means 4, 4, 3."""
-    parts = [re.fullmatch(r"([1-9]\d{0,8})(?:\(x([1-9]\d{0,8})\))?", part, re.ASCII) for part in text.split(",")]
-    if None in parts:
-        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE is {in_short(text)!r}: expected numbers like 4(x2),3")
-    for part in parts:
-        node -= int(part[2] or 1)
-        if node < 0:
-            break
-    return int(part[1])
 
 
 def free_port() -> int:
@@ -200,16 +126,3 @@ def is_loopback_name(host: str) -> bool:
     except OSError:
         return True
     return all(address[0].startswith("127.") or address[0] == "::1" for *_, address in found)
-
-
-def _number(environ: Mapping[str, str], name: str, least: int = 1) -> int:
-    """Return a variable's whole number, or `least` if it is not set."""
-    text = environ.get(name, str(least))
-    if (number := _parsed(text)) is None:
-        raise ConfigError(f"{name} is {in_short(text)!r}: expected a whole number")
-    return number
-
-
-def _parsed(text: str) -> int | None:
-    """Parse a whole number of at most 20 digits; None for other text."""
-    return int(text) if re.fullmatch(r"[0-9]{1,20}", text) else None

@@ -11,17 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from llava_ds.anyres import best_pinpoint, parse_pinpoints, unpadded_box
 from llava_ds.config.arguments import DataArguments, ModelArguments
 from llava_ds.constants import ConfigError
-from llava_ds.geometry import (
-    ImageOptions,
-    ImageSpec,
-    best_pinpoint,
-    image_options,
-    media_layout,
-    parse_pinpoints,
-    unpadded_box,
-)
+from llava_ds.geometry import ImageOptions, ImageSpec, image_options, media_layout
 from llava_ds.layouts import MediaLayout
 
 # Per case: a picture's size or a video's frames, the flags, and what LLaVA-NeXT's functions made of features that are

@@ -21,6 +21,7 @@ from transformers import (
     SiglipImageProcessorPil,
 )
 
+from llava_ds.anyres import parse_pinpoints
 from llava_ds.constants import DataError
 from llava_ds.data.images import decode as images_module
 from llava_ds.data.images import resize as resize_module
@@ -28,7 +29,7 @@ from llava_ds.data.images.decode import load_image, load_media, to_rgb
 from llava_ds.data.images.headers import probe
 from llava_ds.data.images.resize import to_tile
 from llava_ds.data.sample import FileRef, Media
-from llava_ds.geometry import ImageOptions, Size, media_layout, parse_pinpoints
+from llava_ds.geometry import ImageOptions, Size, media_layout
 
 SIZE = 24
 MEAN = (0.48145466, 0.4578275, 0.40821073)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from llava_ds.anyres import best_pinpoint
 from llava_ds.batch import Batch
 from llava_ds.data.collate import LoadedSample, collate
-from llava_ds.geometry import ImageOptions, Size, best_pinpoint, media_layout
+from llava_ds.geometry import ImageOptions, Size, media_layout
 from llava_ds.model.llava import merge_features
 from llava_ds.model.projector import Newline
 

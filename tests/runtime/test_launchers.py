@@ -5,7 +5,8 @@ import os
 import pytest
 
 from llava_ds.constants import ConfigError
-from llava_ds.runtime.launchers import check_variables, first_node, is_loopback_name, rank_variables, tasks_on
+from llava_ds.runtime.launchers import check_variables, is_loopback_name, rank_variables
+from llava_ds.runtime.other_launchers import first_node, tasks_on
 
 TASK = {
     "SLURM_JOB_ID": "4711",

@@ -76,9 +76,11 @@ def load_media(
     for i, (ref, expected) in enumerate(zip(used_files(media, options), sizes, strict=True)):
         if not tiled and wanted is not None and i not in wanted:
             continue
-        pinpoint = geometry.best_pinpoint(expected, options.anyres_sizes) if tiled else None
         image = _load(ref, options, expected if tiled else None)
         if tiled:
+            from llava_ds.anyres import best_pinpoint
+
+            pinpoint = best_pinpoint(expected, options.anyres_sizes)
             tiles += cut_tiles(image, expected, pinpoint, options.size, options.fast_decoding)
         else:
             check_resized(ref, image.size, aspect_ratio, options)  # the file may have changed since it was probed

@@ -49,7 +49,9 @@ def cut_tiles(image: Image.Image, size: Size, pinpoint: Size, side: int, fast: b
 
     side: S. Source: LLaVA's process_anyres_image, which resizes by Pillow's default for RGB, bicubic.
     """
-    width, height = geometry.fitted_size(size, pinpoint)
+    from llava_ds.anyres import fitted_size
+
+    width, height = fitted_size(size, pinpoint)
     left, top = (pinpoint[0] - width) // 2, (pinpoint[1] - height) // 2
     canvas = torch.zeros((3, pinpoint[1], pinpoint[0]), dtype=torch.uint8)
     canvas[:, top : top + height, left : left + width] = resized(image, (width, height), fast)

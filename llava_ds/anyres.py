@@ -1,0 +1,97 @@
+"""LLaVA-NeXT's arithmetic of images cut into tiles. No files."""
+
+import ast
+import math
+import re
+
+from llava_ds.constants import ConfigError, in_short
+from llava_ds.tilings import Size
+
+MAX_GRID_SIDE = 100  # tiles: 10,000 grids, compared with LLaVA-NeXT's 36
+DEFAULT_GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))  # tiles across and down, in LLaVA-NeXT's order
+
+
+def parse_pinpoints(text: str | None, size: int) -> tuple[Size, ...]:
+    """Parse --image_grid_pinpoints to (width, height) in pixels, in order (the first wins ties).
+
+    Takes LLaVA's list "[(336,672),(672,336)]", or LLaVA-NeXT's range of grids "(1x1),...,(6x6)". None gives
+    LLaVA-NeXT's five. Raises ConfigError for other texts, and for sizes that are not multiples of size.
+    """
+    if text is None:
+        return tuple((across * size, down * size) for across, down in DEFAULT_GRIDS)
+    if re.fullmatch(r"[\s\[]*\(\d+x\d+\)[\s,.()\dx]*[\s\]]*", text):
+        grids = [(across, down) for across, down in re.findall(r"\((\d+)x(\d+)\)", text)]
+        if any(len(tiles) > len(str(MAX_GRID_SIDE)) or int(tiles) > MAX_GRID_SIDE for grid in grids for tiles in grid):
+            raise ConfigError(
+                f"--image_grid_pinpoints {in_short(text)} names a grid with more than {MAX_GRID_SIDE} tiles in a row "
+                "or column: give smaller ones, like (1x1),...,(6x6)"
+            )
+        (first_across, first_down), (last_across, last_down) = (tuple(map(int, grid)) for grid in (grids[0], grids[-1]))
+        found = [
+            (across * size, down * size)
+            for across in range(first_across, last_across + 1)
+            for down in range(first_down, last_down + 1)
+        ]
+    else:
+        try:
+            found = [(width, height) for width, height in ast.literal_eval(text)]
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            found = []
+    fits = all(type(side) is int and side > 0 and side % size == 0 for pinpoint in found for side in pinpoint)
+    if not found or not fits:
+        raise ConfigError(
+            f"--image_grid_pinpoints {in_short(repr(text))} can't be used: give multiples of the tower's "
+            f"{size} pixels, like [({size},{2 * size}),({2 * size},{size})], or a range of grids like (1x1),...,(3x3)"
+        )
+    return tuple(found)
+
+
+def best_pinpoint(size: Size, pinpoints: tuple[Size, ...]) -> Size:
+    """Choose the pinpoint that preserves most pixels of an image and, among equals, wastes the fewest of its own.
+
+    Source: LLaVA's select_best_resolution.
+    """
+    width, height = size
+    best, most_pixels, least_wasted = pinpoints[0], 0, math.inf
+    for across, down in pinpoints:
+        scale = min(across / width, down / height)
+        pixels = min(int(width * scale) * int(height * scale), width * height)
+        wasted = across * down - pixels
+        if pixels > most_pixels or (pixels == most_pixels and wasted < least_wasted):
+            best, most_pixels, least_wasted = (across, down), pixels, wasted
+    return best
+
+
+def fitted_size(size: Size, target: Size) -> Size:
+    """Compute the size of an image scaled to fit into the target.
+
+    Source: LLaVA's resize_and_pad_image.
+    """
+    (width, height), (across, down) = size, target
+    by_width, by_height = across / width, down / height
+    if by_width < by_height:
+        return across, min(math.ceil(height * by_width), down)
+    return min(math.ceil(width * by_height), across), down
+
+
+def unpadded_box(size: Size, across: int, down: int) -> tuple[int, int, int, int]:
+    """Compute (left, top, right, bottom) of the features without padding, among across x down features.
+
+    A very narrow image may have no column (or row) left. Source: LLaVA's unpad_image. It rounds the image down.
+    """
+    width, height = size
+    if width / height > across / down:
+        padding = (down - int(height * (across / width))) // 2
+        return 0, padding, across, down - padding
+    padding = (across - int(width * (down / height))) // 2
+    return padding, 0, across - padding, down
+
+
+def scaled_down(width: int, height: int, max_tiles: int | None, side: int) -> tuple[int, int] | None:
+    """Compute the size to which features of more than max_tiles tiles are scaled; None to leave them unchanged."""
+    if max_tiles is None:
+        return None
+    times = math.sqrt(height * width / (max_tiles * side**2))
+    if times <= 1.1:
+        return None
+    return max(1, int(width // times)), max(1, int(height // times))  # LLaVA-NeXT crashes if none are left
