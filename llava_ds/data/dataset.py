@@ -23,6 +23,7 @@ from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
 from llava_ds.data.cache import CachedRows, RowTable, next_number, note_stale, open_newest
 from llava_ds.data.collate import LoadedPair, LoadedSample
 from llava_ds.data.encoded_rows import (
+    OTHER_COLUMNS,
     layout_of,
     may_be_used_now,
     media_from_text,
@@ -74,12 +75,13 @@ SCANNED_TOGETHER = 1 << 16  # samples
 
 @dataclass(frozen=True)
 class PreflightOptions:
-    """Options of checking and encoding that don't change accepted samples."""
+    """Options of checking and encoding that don't change accepted samples. other_columns: rows have OTHER_COLUMNS."""
 
     cache_dir: str
     num_workers: int | None = None
     on_bad_sample: Literal["skip", "stop", "list"] = "skip"  # "list": never refuse, even if no record is left
     max_bad_fraction: float = 0.01
+    other_columns: bool = False
 
 
 @dataclass(frozen=True)
@@ -419,6 +421,7 @@ def data_spec(
         num_workers=data.preprocessing_num_workers,
         on_bad_sample=data.on_bad_sample if refuse_bad else "list",
         max_bad_fraction=data.max_bad_fraction,
+        other_columns=args.traits.other_columns,
     )
     form = EncodingForm.of(tokenizer, encoding, image_options)
     opening = Opening(partial(_open_records, args, tokenizer, encoding, image_options))
@@ -562,11 +565,12 @@ class DataSpec:
     @cached_property
     def folder(self) -> Path:
         """Cache folder of the data set."""
-        form = PAIR_ROWS_FORMAT if self.known["are_pairs"] else ROWS_FORMAT
+        form = [PAIR_ROWS_FORMAT if self.known["are_pairs"] else ROWS_FORMAT]
+        form += [OTHER_COLUMNS.name] * self.options.other_columns
         stamps = [source["stamp"] for source in self.known["sources"]]
         # Image folders decide which images are found, so they name the cache; moving the data keeps the fingerprint.
         roots = [real_path(path) for source in self.known["sources"] for path in source["roots"]]
-        digest = digest_of([form, *self.common, *self.form.images, *stamps, *roots, *self.form.others])
+        digest = digest_of([*form, *self.common, *self.form.images, *stamps, *roots, *self.form.others])
         return Path(self.options.cache_dir).expanduser() / "encoded" / digest
 
     @property

@@ -72,6 +72,10 @@ ROWS = pa.schema(
 PAIR_ROWS = ROWS.append(pa.field("chosen_length", pa.int32())).append(pa.field("margin", pa.float64()))
 
 
+# The records' other columns, a JSON object per row, null for rejected records: appended if an objective needs them.
+OTHER_COLUMNS = pa.field("other_columns", pa.string())
+
+
 @dataclass
 class SizedMedia:
     """An image or video, with the upright size in pixels of each image or sampled frame.

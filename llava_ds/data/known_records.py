@@ -58,6 +58,7 @@ def note_path(args: Arguments, encoding: Iterable[str]) -> Path:
     """Path of the note for these flags. encoding: texts of everything else that the facts depend on."""
     flags = [f"{name} {getattr(args.data, name)}" for name in FLAGS]
     here = [__version__, os.getcwd(), os.path.expanduser("~"), args.training.objective]
+    here += ["other columns"] * args.traits.other_columns
     digest = digest_of([str(NOTES_VERSION), *here, *flags, *encoding])
     return Path(args.data.cache_dir).expanduser() / "records" / f"{digest}.json"
 

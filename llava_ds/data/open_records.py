@@ -45,6 +45,7 @@ def open_records(
         bbox_type=data.bbox_type,
         split=data.data_split,
         are_preferences=args.traits.pairs,
+        other_columns=args.traits.other_columns,
     )
     return checker_of(open_sources(data.data_path, options), tokenizer, encoding, images)
 

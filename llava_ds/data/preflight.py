@@ -16,7 +16,7 @@ from llava_ds import geometry
 from llava_ds.constants import ConfigError, DataError, FileProblem
 from llava_ds.data import token_runs
 from llava_ds.data.encode import Encoded, Encoder
-from llava_ds.data.encoded_rows import PAIR_ROWS, ROWS, SizedMedia, layout_of, media_to_text
+from llava_ds.data.encoded_rows import OTHER_COLUMNS, PAIR_ROWS, ROWS, SizedMedia, layout_of, media_to_text
 from llava_ds.data.grounding import write_objects
 from llava_ds.data.prompt_check import PromptCheck, with_asked_prompt
 from llava_ds.data.sample import IMAGE_LEFT_OUT, Media, Sample, Transcript
@@ -52,8 +52,9 @@ class Checker:
 
     @property
     def schema(self) -> pa.Schema:
-        """ROWS, or PAIR_ROWS for preferences."""
-        return PAIR_ROWS if self.takes_pairs else ROWS
+        """ROWS, or PAIR_ROWS for preferences; with OTHER_COLUMNS where sources keep them."""
+        rows = PAIR_ROWS if self.takes_pairs else ROWS
+        return rows.append(OTHER_COLUMNS) if any(source.other_columns for source in self.sources) else rows
 
     def __call__(self, records: pa.Table) -> pa.Table:
         with _without_collector():
@@ -170,6 +171,7 @@ class Checker:
             "unmarked": sample.unmarked,
             "unread": "\n".join(map(printable, sample.unread)) if sample.unread else "",
             "left_out": sum([coded.left_out for coded in answers]),
+            "other_columns": sample.other_columns,
             "seen": one.seen,
         }
 
@@ -224,7 +226,7 @@ def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
     return {
         **dict.fromkeys(("length", "num_targets", "num_turns", "num_pictures", "words", "chosen_length", "margin"), 0),
         **{"input_ids": nothing, "labels": nothing, "media": "[]", "truncated": False, "unmarked": "", "seen": []},
-        **{"unread": "", "left_out": 0},
+        **{"unread": "", "left_out": 0, "other_columns": None},
         "id": printable(id),
         "reason": printable(str(error)),
         "text_to_retry": text if isinstance(error, FileProblem) else None,

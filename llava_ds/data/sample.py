@@ -113,7 +113,8 @@ class Sample:
 
     messages: for a preference they end with the chosen answer; rejected: the messages with the rejected answer instead;
     margin: by how much the chosen one is better; refs, boxes: the names and boxes of a conversation's marks; tools,
-    template_kwargs: as in Transcript; unread: keys of the record that have a value and are not read.
+    template_kwargs: as in Transcript; unread: keys of the record that have a value and are not read; other_columns: the
+    record without its conversation and media, a JSON object, "" unless the source keeps it.
     """
 
     id: str
@@ -128,6 +129,7 @@ class Sample:
     tools: str = ""
     template_kwargs: str = ""
     unread: tuple[str, ...] = ()
+    other_columns: str = ""
 
     @property
     def transcripts(self) -> list[Transcript]:

@@ -1,20 +1,21 @@
 """Load a function from a Python file that a flag names. It runs with the user's rights."""
 
 import importlib.util
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from llava_ds.constants import ConfigError, DataError, in_short
 
 
-def function_of_file(
-    flag: str, name: str, may_skip: bool = False
-) -> Callable[[list[str], list[str], list[str], list[str]], list[float]]:
+def function_of_file(flag: str, name: str, may_skip: bool = False) -> Callable[..., list[float]]:
     """Load path.py:function: a function from prompts, completions, references and ids to a list of numbers.
 
-    The file is run. may_skip: the function may return None for a completion (becomes nan). Raises ConfigError if the
-    function is missing; the returned function raises DataError if the user's does not return such a list.
+    The file is run. The returned function takes these four lists, and optionally further lists by name, columns; the
+    user's gets those that its parameters name, or all with **. may_skip: it may return None for a completion (becomes
+    nan). Raises ConfigError if the function is missing; the returned function raises DataError if the user's has
+    parameters without a list, or does not return such a list.
     """
     path, _, function_name = name.rpartition(":")
     file = Path(path).expanduser()
@@ -30,9 +31,17 @@ def function_of_file(
     if not callable(function):
         raise ConfigError(f"{flag} {name}: {file} has no function {function_name}")
 
-    def of_all(prompts: list[str], completions: list[str], references: list[str], ids: list[str]) -> list[float]:
+    def of_all(
+        prompts: list[str],
+        completions: list[str],
+        references: list[str],
+        ids: list[str],
+        columns: Mapping[str, list] | None = None,
+    ) -> list[float]:
+        own = {"prompts": prompts, "completions": completions, "references": references, "ids": ids}
+        lists = _wanted(f"{flag} {name}", function, {**(columns or {}), **own})
         try:
-            found = function(prompts=prompts, completions=completions, references=references, ids=ids)
+            found = function(**lists)
         except Exception as error:
             raise DataError(f"{flag} {name} failed: {in_short(repr(error))}") from error
         try:
@@ -49,3 +58,26 @@ def function_of_file(
         return [math.nan if value is None else float(value) for value in values]
 
     return of_all
+
+
+def _wanted(what: str, function: Callable, lists: dict[str, list]) -> dict[str, list]:
+    """Select the lists that a function's parameters name, or all with **. Raises DataError if one is missing."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin
+        return lists
+    if missing := [each.name for each in parameters if _is_needed(each) and each.name not in lists]:
+        raise DataError(
+            f"{what} has the parameter {missing[0]!r}, but there is no such list or column of the records: use some of "
+            f"{', '.join(lists)}, or give the parameter a default"
+        )
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return lists
+    return {each.name: lists[each.name] for each in parameters if each.name in lists}
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind in (
+        parameter.POSITIONAL_OR_KEYWORD,
+        parameter.KEYWORD_ONLY,
+    )

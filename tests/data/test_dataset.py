@@ -810,3 +810,19 @@ def test_rows_that_are_added_accept_what_was_rejected(opened, tmp_path, tokenize
             whole = found
             no_work()  # nor with more rows than are needed
     assert counts == [1, 2, 3, 3] and found.folder == whole.folder and found.fingerprint == whole.fingerprint
+
+
+def test_other_columns_are_in_the_cache_on_request_only(tmp_path, opened):
+    """Another generation with the same samples; rejected records have none."""
+    records = [
+        talk("Hi?", "Yo.", solution=3),
+        talk("Hi?", "Yo.", solution="\ud800", level="easy"),
+        talk("Hi?", solution=1),
+    ]
+    path = write(tmp_path / "columns.json", records)
+    plain, kept = (opened(data_path=path, on_bad_sample="list", other_columns=others) for others in (False, True))
+    assert "other_columns" not in plain.table.column_names
+    found = [text and json.loads(text) for text in kept.table.column("other_columns").to_pylist()]
+    assert found == [{"solution": 3}, {"solution": "\ud800", "level": "easy"}, None]
+    assert same(plain, kept) and plain.fingerprint == kept.fingerprint and plain.folder != kept.folder
+    assert ["'solution'" in "\n".join(each.notes()) for each in (plain, kept)] == [True, False]

@@ -87,6 +87,7 @@ FLAGS = {  # of every field of SourceOptions, a flag that changes it
     "bbox_type": {"bbox_type": "norm1000"},
     "split": {"data_split": "train"},
     "are_preferences": {"objective": "dpo"},
+    "other_columns": {"objective": "grpo"},
 }
 
 

@@ -247,6 +247,21 @@ def test_columns_of_tables_that_are_not_read_are_named(tmp_path):
     assert third == Message("gpt", "c") and json.loads(sample.tools)[0]["function"] == TOOL
 
 
+def test_other_columns_are_kept_on_request(tmp_path):
+    """All values of a record, read or not, except its id, conversation, media, and files as bytes."""
+    more = {"solution": "3", "kind": "count", "level": [1, None], "score": {"a": 0.5}}
+    [sample] = samples(tmp_path, [chat("a", id="z", image=[], **more)], other_columns=True)
+    assert json.loads(sample.other_columns) == more and sample.unread == ()
+    assert samples(tmp_path, [chat("a", **more)])[0].other_columns == ""
+    row = {"prompt": "How many?", "solution": "3", "level": "easy", "raw": b"x", "note": None}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "data.parquet")
+    for others, kept in ((True, {"solution": "3", "level": "easy"}), (False, None)):
+        options = SourceOptions(cache_dir=str(tmp_path / "cache"), on_unmarked_image="text", other_columns=others)
+        [source] = open_sources(str(tmp_path / "data.parquet"), options)
+        [sample] = [to_sample(record.text, source, record.index) for record in source.read()]
+        assert sample.messages[-1].text == "3" and kept == (json.loads(sample.other_columns or "null"))
+
+
 def test_preferences_may_differ_in_thoughts_and_calls(tmp_path):
     def answer(**fields) -> list[dict]:
         return [{"role": "assistant", "content": "A cat.", **fields}]

@@ -255,7 +255,9 @@ def encoded(data_path, image_folder, *, tokenizer, cache_dir, encoding=None, ima
     from llava_ds.data.dataset import ALONE, PreflightOptions, open_encoded
     from llava_ds.data.sources import SourceOptions, open_sources
 
-    sources = open_sources(data_path, SourceOptions(image_folder=image_folder, cache_dir=str(cache_dir)))
+    others = preflight.get("other_columns", False)
+    options = SourceOptions(image_folder=image_folder, cache_dir=str(cache_dir), other_columns=others)
+    sources = open_sources(data_path, options)
     return open_encoded(
         sources,
         tokenizer,

@@ -108,7 +108,11 @@ def _open(data_path: str, options: SourceOptions, selection: Selection) -> Sourc
     cache = Path(options.cache_dir).expanduser().absolute() / "pictures"
     source = Source(data_path, kind, "llava", image_root, video_root, files, str(cache), columns)
     source = dataclasses.replace(
-        source, on_unmarked_image=options.on_unmarked_image, bbox_type=options.bbox_type, note=located.note
+        source,
+        on_unmarked_image=options.on_unmarked_image,
+        bbox_type=options.bbox_type,
+        note=located.note,
+        other_columns=options.other_columns,
     )
     keys, held = _table_columns(source)
     known = bool(keys)
@@ -164,7 +168,8 @@ def _spool_name(source: Source) -> str:
     """Name that changes with the columns, the files' states and some of their blocks."""
     if source.kind not in (*SPOOLED_KINDS, "json", "jsonl"):
         return "none"
-    digest = hashlib.sha256(repr((SPOOL_VERSION, source.kind, source.columns)).encode())
+    more = ("other columns",) if source.other_columns else ()
+    digest = hashlib.sha256(repr((SPOOL_VERSION, source.kind, source.columns, *more)).encode())
     for path in source.files:
         digest.update(repr((real_path(path), state_of(path))).encode())
     return digest.hexdigest()[:20]

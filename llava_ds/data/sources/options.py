@@ -40,7 +40,7 @@ class SourceOptions:
     """Options for reading --data_path.
 
     columns: (field, name in the records) pairs; split: of a folder with several; are_preferences: every record has two
-    answers.
+    answers; other_columns: samples keep the values that are not read (Sample.other_columns).
     """
 
     data_format: str = "auto"
@@ -52,6 +52,7 @@ class SourceOptions:
     bbox_type: BboxType = "real"
     split: str | None = None
     are_preferences: bool = False
+    other_columns: bool = False
 
 
 @dataclass(frozen=True)

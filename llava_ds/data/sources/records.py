@@ -108,6 +108,7 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
         tools=to_json(read_tools(record[TOOLS])) if TOOLS in record else "",
         template_kwargs=json_of(record[TEMPLATE_KWARGS], TEMPLATE_KWARGS) if TEMPLATE_KWARGS in record else "",
         unread=unread_keys(record, source),
+        other_columns=_other_columns(record, source) if source.other_columns else "",
     )
 
 
@@ -131,10 +132,19 @@ def unread_keys(record: dict, source: Source) -> tuple[str, ...]:
         found += tuple(key for key in record if key not in known and record[key] not in EMPTY)
         if problem := pair_problem(record, source.columns):
             raise DataError(problem)
+    if source.other_columns:
+        return ()
     if "weight" in known and not record.keys().isdisjoint(ANY_RECORD_WEIGHT):
         values = [(key, record.get(key)) for key in RECORD_WEIGHT_KEYS]
         found += tuple(key for key, value in values if value not in (None, "", []) and not gives_weights(key, value))
     return found
+
+
+def _other_columns(record: dict, source: Source) -> str:
+    """Serialize a record without its id, conversation and media."""
+    columns = source.columns
+    left_out = {*columns.id, *columns.turn_lists, *columns.prompt, *columns.completion, *columns.image, *columns.video}
+    return json.dumps({key: value for key, value in record.items() if key not in left_out})
 
 
 def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mark], dict[str, list]]:

@@ -38,7 +38,8 @@ class Source:
 
     files: all files whose contents count; spool: folder for embedded images; slices_of: spools and tars that references
     in records may name; seen: (field, name) pairs in the first records; bbox_type: coordinates of boxes, for records
-    without one; note: on the choice of files, for a person; unread_columns: table columns omitted from its records.
+    without one; note: on the choice of files, for a person; other_columns: as in SourceOptions; unread_columns: table
+    columns omitted from its records.
     """
 
     path: str
@@ -55,6 +56,7 @@ class Source:
     on_unmarked_image: str = "prepend"
     bbox_type: BboxType = "real"
     note: str = ""
+    other_columns: bool = False
     unread_columns: tuple[str, ...] = ()
     slices_of: frozenset[str] = field(init=False, default=frozenset())
 
@@ -138,9 +140,9 @@ class Source:
 
     def _parsed(self, store: ImageStore | None) -> Iterator[Row]:
         if self.kind == "parquet":
-            yield from read_parquet(self.files, self.columns, store)
+            yield from read_parquet(self.files, self.columns, store, self.other_columns)
         elif self.kind == "datasets":
-            yield from read_saved(self._names()[0], self.columns, store)
+            yield from read_saved(self._names()[0], self.columns, store, self.other_columns)
         else:
             for number, path in enumerate(self.files):
                 for line, text in self._parse_file(path, store):
@@ -155,7 +157,8 @@ class Source:
             return read_csv(path, self.columns)
         if path.endswith(".parquet"):
             store = store or ImageStore(_Nowhere(), "")  # a metadata.parquet names its images
-            return ((line, text) for _, line, text in read_parquet((path,), self.columns, store))
+            rows = read_parquet((path,), self.columns, store, self.other_columns)
+            return ((line, text) for _, line, text in rows)
         return read_jsonl(path)
 
     def _without_data_uris(self, store: ImageStore) -> Iterator[Row]:

@@ -90,11 +90,14 @@ def num_parquet_rows(path: str) -> int:
     return _open_parquet(path).metadata.num_rows
 
 
-def read_parquet(files: tuple[str, ...], columns: Columns, store: ImageStore) -> Iterator[Row]:
-    """Yield the rows of parquet files as records, with known columns only. Images go to the store."""
+def read_parquet(files: tuple[str, ...], columns: Columns, store: ImageStore, others: bool = False) -> Iterator[Row]:
+    """Yield the rows of parquet files as records. Images go to the store.
+
+    others: read also unknown columns, except files as bytes.
+    """
     for number, path in enumerate(files):
         table = _open_parquet(path)
-        names = read_columns(table.schema_arrow.names, columns)
+        names = columns_to_read(table.schema_arrow, columns, others)
         line = 0
         try:
             for batch in table.iter_batches(BATCH_ROWS, columns=names):
@@ -137,10 +140,11 @@ def saved_splits(folder: str) -> list[str]:
         raise DataError(f"{path} can't be read: {error}") from error
 
 
-def read_saved(folder: str, columns: Columns, store: ImageStore) -> Iterator[Row]:
-    """Yield the rows of a saved `datasets` folder as records. Images go to the store, undecoded."""
+def read_saved(folder: str, columns: Columns, store: ImageStore, others: bool = False) -> Iterator[Row]:
+    """Yield the rows of a saved `datasets` folder as records. Images go to the store, undecoded. others: as in
+    read_parquet."""
     saved = open_saved(folder)
-    saved = saved.select_columns(read_columns(saved.column_names, columns)).with_format("arrow")
+    saved = saved.select_columns(columns_to_read(saved.data.schema, columns, others)).with_format("arrow")
     line = 0
     try:
         for table in saved.iter(batch_size=BATCH_ROWS):
@@ -230,6 +234,15 @@ def read_columns(names: Sequence[str], columns: Columns) -> list[str]:
     refused = (*GOOD_ANSWER_KEYS, REJECTED_IMAGES, *Columns().chosen)
     known = {*columns.all(), *RECORD_WEIGHT_KEYS, "kind", OBJECTS, TEMPLATE_KWARGS, TOOLS, *refused}
     return [name for name in names if name in known]
+
+
+def columns_to_read(schema: pyarrow.Schema, columns: Columns, others: bool) -> list[str]:
+    """Columns of a table that are read into its records. others: as in read_parquet."""
+    read = read_columns(schema.names, columns)
+    if not others:
+        return read
+    skipped = set(byte_columns(schema)).difference(read)
+    return [name for name in schema.names if name not in skipped]
 
 
 def _as_text(record: dict, columns: Columns, store: ImageStore) -> str:

@@ -195,7 +195,12 @@ class Flags(ExtensionFlags):
         needs["dense_mlps"] = "it is not tried with these experts"
         rate = 3e-6 if objective == "ppo" else 1e-6
         return ObjectiveTraits(
-            one_answer=True, draws=True, second_model=objective == "ppo", learning_rate=rate, needs=needs
+            one_answer=True,
+            draws=True,
+            other_columns=":" in (self.reward_funcs or ""),  # a function of a file may take them
+            second_model=objective == "ppo",
+            learning_rate=rate,
+            needs=needs,
         )
 
     def problems(self, args: "Arguments") -> Iterator[str]:

@@ -6,8 +6,8 @@ equal rewards have no advantage; they are left out unless a reference model is u
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -28,13 +28,15 @@ from llava_ds.train.evaluating.sampling import Answer
 
 @dataclass(frozen=True)
 class AskedPrompt:
-    """A sample up to its last answer. text: the question, as rewards see it; reference: the record's answer."""
+    """A sample up to its last answer. text: the question, as rewards see it; reference: the record's answer; columns:
+    the record's other columns."""
 
     index: int
     id: str
     sample: LoadedSample
     text: str
     reference: str
+    columns: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

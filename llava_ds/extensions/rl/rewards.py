@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from llava_ds.constants import ConfigError, did_you_mean
 from llava_ds.data.collate import LoadedSample
@@ -28,7 +28,7 @@ class Completion:
     """An answer as rewards see it.
 
     reference: the record's answer; tokens: the answer's, of at most max_tokens; sample: prompt and answer as tokens,
-    with the images.
+    with the images; columns: the record's other columns.
     """
 
     prompt: str
@@ -38,6 +38,7 @@ class Completion:
     tokens: int
     max_tokens: int
     sample: LoadedSample | None = None
+    columns: Mapping[str, object] = field(default_factory=dict)
 
 
 def exact(one: Completion) -> float:
@@ -121,12 +122,13 @@ def open_rewards(names: str | None, weights: str | None, has_model: bool = False
     return tuple(Reward(*each) for each in zip(shown, numbers, opened, of_user))
 
 
-def try_rewards(rewards: Sequence[Reward], prompt: str, reference: str, id: str, max_tokens: int) -> None:
+def try_rewards(rewards: Sequence[Reward], one: Completion) -> None:
     """Call the functions of the user's files on two made-up answers to a prompt: its reference, and an empty text.
 
-    Raises DataError for one that fails, before the first step has drawn real answers.
+    one: the prompt with its reference as the answer. Raises DataError for a function that fails, before the first step
+    has drawn real answers.
     """
-    answers = [Completion(prompt, text, reference, id, 1, max_tokens) for text in (reference, "")]
+    answers = [one, replace(one, text="")]
     for reward in rewards:
         if reward.of_user:
             reward.of_all(answers)
@@ -154,7 +156,14 @@ def _of_file(name: str) -> Callable[[Sequence[Completion]], list[float]]:
         [one.text for one in answers],
         [one.reference for one in answers],
         [one.id for one in answers],
+        _lists_of([one.columns for one in answers]),
     )
+
+
+def _lists_of(columns: Sequence[Mapping[str, object]]) -> dict[str, list]:
+    """Turn each answer's columns to a list by name, None where a record lacks one."""
+    names = dict.fromkeys(name for each in columns for name in each)
+    return {name: [each.get(name) for each in columns] for name in names}
 
 
 def final_answer(text: str) -> str:

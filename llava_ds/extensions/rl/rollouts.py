@@ -1,5 +1,6 @@
 """Steps of reinforcement learning: prompts, generated answers, their rewards, and the batches to train on."""
 
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from llava_ds.batch import Batch
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, in_short
 from llava_ds.data.collate import LoadedSample
 from llava_ds.data.dataset import BrokenSample
+from llava_ds.data.encoded_rows import OTHER_COLUMNS
 from llava_ds.data.end_markers import end_markers
 from llava_ds.data.loader import Counts, MicroBatch, Window
 from llava_ds.data.templates import TEMPLATES
@@ -49,6 +51,7 @@ from llava_ds.train.objectives.prompt_sharing import shares_prompts
 from llava_ds.train.plan import Plan
 from llava_ds.train.start import Start
 
+NAMED_BY = 100  # records, spread over the data: a column of any of them is None where another record lacks it
 WATCHED_STEPS = 3  # after a start: if no group of theirs had answers with different rewards, the run says so
 
 
@@ -103,10 +106,18 @@ class Rollouts(SessionPart):
 
     def _try_rewards(self) -> None:
         """Call the user's reward functions before the model is built. Raises DataError for one that fails."""
-        rewards = self.plan.own["rl"].rewards
+        rewards, dataset = self.plan.own["rl"].rewards, self.plan.steps.dataset
+        self._names = {}
         if any(reward.of_user for reward in rewards):
+            some = dataset.rows[np.linspace(0, len(dataset) - 1, min(len(dataset), NAMED_BY)).astype(int)].tolist()
+            self._names = dict.fromkeys(name for number in some for name in self._columns_of(dataset.row(number)))
             for asked in self._prompts([0])[0]:
-                try_rewards(rewards, asked.text, asked.reference, asked.id, self._rules.max_new_tokens)
+                try_rewards(rewards, self._completion(asked, asked.reference, 1))
+
+    def _columns_of(self, row: dict[str, object]) -> dict[str, object]:
+        """Return the other columns of a record, None for those that only other records have."""
+        text = row.get(OTHER_COLUMNS.name)
+        return {**self._names, **(json.loads(text) if text else {})}
 
     def _log(self, done: int) -> RowLog | None:
         """Open the log of answers on rank 0, without the steps that will be repeated."""
@@ -161,7 +172,7 @@ class Rollouts(SessionPart):
         text = tokenizer.decode(ids[ids != IMAGE_TOKEN_INDEX], skip_special_tokens=True)
         text = text.replace(TEMPLATES[self.plan.args.model.version].system, "", 1).strip()
         reference = tokenizer.decode(sample.input_ids[answer], skip_special_tokens=True).strip()
-        return AskedPrompt(index, str(row["id"]), prompt, text, reference)
+        return AskedPrompt(index, str(row["id"]), prompt, text, reference, self._columns_of(row))
 
     def _groups(self, step: int, prompts: list[AskedPrompt]) -> tuple[list[Group], dict[str, torch.Tensor]]:
         """Generate answers to each prompt, and reward them. Collective. Returns also the number of replaced prompts.
@@ -218,14 +229,8 @@ class Rollouts(SessionPart):
     def _score(self, prompts: list[AskedPrompt], answers: list[list[Answer]]) -> list[Group]:
         """Reward the answers to each prompt."""
         completions = [
-            Completion(
-                asked.text,
-                self._text_of(one),
-                asked.reference,
-                asked.id,
-                len(one.ids),
-                self._rules.max_new_tokens,
-                with_answer(asked.sample, one.ids),
+            replace(
+                self._completion(asked, self._text_of(one), len(one.ids)), sample=with_answer(asked.sample, one.ids)
             )
             for asked, some in zip(prompts, answers)
             for one in some
@@ -237,6 +242,11 @@ class Rollouts(SessionPart):
             Group(asked, some, by_function[:, i], weights @ np.nan_to_num(by_function[:, i]))
             for i, (asked, some) in enumerate(zip(prompts, answers))
         ]
+
+    def _completion(self, asked: AskedPrompt, text: str, tokens: int) -> Completion:
+        """Describe an answer to a prompt, without its tokens."""
+        most = self._rules.max_new_tokens
+        return Completion(asked.text, text, asked.reference, asked.id, tokens, most, columns=asked.columns)
 
     def _watch_signal(self, groups: list[Group], is_last: bool) -> None:
         """Print a warning at the last of the first steps if no group had answers with different rewards. All ranks

@@ -117,12 +117,31 @@ def test_none_says_that_a_reward_does_not_apply(tmp_path):
         opened.of_all([Completion("?", text, "", "a", 1, 9) for text in "xy"])
 
 
+@pytest.mark.parametrize(
+    "header",
+    ["completions, solution, **_", "solution, completions", "completions, solution, level=None, *, ids, other=5"],
+)
+def test_a_function_gets_the_columns_that_it_names(tmp_path, header):
+    (tmp_path / "mine.py").write_text(
+        f"def f({header}):\n    return [c == str(s) for c, s in zip(completions, solution, strict=True)]\n"
+        "def every(**lists): return [len(lists)] * 3\n"
+    )
+    columns = [{"solution": 3, "level": "easy"}, {"solution": "4"}, {}]
+    answers = [Completion("?", "3", "x", "a", 1, 9, columns=each) for each in columns]
+    [mine, every] = open_rewards(f"{tmp_path}/mine.py:f,{tmp_path}/mine.py:every", None)
+    assert mine.of_all(answers) == [1, 0, 0]  # None where a record lacks the column
+    assert every.of_all(answers) == [6, 6, 6]
+    with pytest.raises(DataError, match=r"has the parameter 'solution', but there is no such list or column.*, ids"):
+        mine.of_all([Completion("?", "3", "x", "a", 1, 9)] * 2)
+
+
 def test_functions_of_the_user_are_tried_on_made_up_answers(tmp_path):
     (tmp_path / "mine.py").write_text("def f(completions, references, **_): return [float(c) for c in completions]\n")
     opened = open_rewards(f"exact,{tmp_path}/mine.py:f", None)
+    one = Completion("How many?", "3", "3", "a", 1, 9)
     with pytest.raises(DataError, match=r"mine\.py:f failed: ValueError"):
-        try_rewards(opened, "How many?", "3", "a", 9)  # the second answer is empty
-    try_rewards(opened[:1], "How many?", "3", "a", 9)
+        try_rewards(opened, one)  # the second answer is empty
+    try_rewards(opened[:1], one)
 
 
 def test_equal_answers_are_judged_once():

@@ -128,3 +128,9 @@ def test_the_script_speaks_under_its_own_name(flag, expected):
     environ = {**os.environ, "DS_ACCELERATOR": "cpu"}
     done = subprocess.run([sys.executable, str(script), flag, "1"], env=environ, capture_output=True, text=True)
     assert (done.stdout or done.stderr).startswith(expected)
+
+
+@pytest.mark.parametrize(("rewards", "wanted"), [("exact", False), ("exact,mine.py:f", True)])
+def test_only_functions_of_files_need_the_other_columns(rewards, wanted):
+    args, _ = parse_arguments([*NEEDED, "--objective", "grpo", "--reward_funcs", rewards])
+    assert args.traits.other_columns is wanted

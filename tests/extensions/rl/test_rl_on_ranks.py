@@ -138,6 +138,32 @@ def test_the_first_steps_say_that_nothing_is_learned(folder, given):
         assert (row["reward"], row["rewards/flat/mean"], row["rewards/none/mean"]) == (0.25, 0.25, 0.0)
 
 
+COLUMNS = """
+def half(completions, solution, level, **_):
+    assert set(solution) <= {"3", None} and set(level) <= {"easy", None} and "3" in solution + ["3"]
+    return [float(bool(one)) + len(text) for one, text in zip(solution, completions, strict=True)]
+"""
+
+
+@pytest.mark.full
+def test_other_columns_of_the_records_reach_the_function(folder, given):
+    """The first record has only one of the two."""
+    (folder / "columns.py").write_text(COLUMNS)
+    records = json.loads(Path(given["data_path"]).read_text())
+    for i, record in enumerate(records):
+        record |= {"solution": "3"} if i % 2 else {"level": "easy"}
+    (folder / "columns.json").write_text(json.dumps(records))
+    data = {**given, "data_path": str(folder / "columns.json")}
+    functions = {"reward_funcs": f"{folder}/columns.py:half", "reward_weights": "1"}
+    done = launch(
+        1, ROOT / "run" / "rl.py", *command_line(flags_of(folder, data, "columns", 2, max_steps=1, **functions))
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert read_metrics(folder / "columns" / "metrics.jsonl")[0]["rewards/half/mean"] > 0
+    done = launch(1, ROOT / "run" / "rl.py", *command_line(flags_of(folder, given, "none", 2, **functions)))
+    assert "half has the parameter 'solution', but there is no such list or column" in done.stdout + done.stderr
+
+
 @pytest.mark.full
 def test_a_reward_that_fails_ends_the_run_before_the_model_is_built(folder, given):
     (folder / "fails.py").write_text("def fails(completions, **_): return [1 / len(text) for text in completions]\n")
