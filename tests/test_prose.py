@@ -11,8 +11,8 @@ GENERATED = {"flags.md"}
 
 # Habits per 1,000 words. A rate below its bar by more than SLACK fails, too: lower the bar, so that it can't rise again
 # unseen.
-BARS = {"code": 1.9, "pages": 2.3}
-SLACK = 0.1
+BARS = {"code": 2.0, "pages": 1.5}
+SLACK = 0.2
 MOST_WORDS = 40_000  # of all pages in docs/ that are not generated
 
 
