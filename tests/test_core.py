@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 119,
-    "imported lines": 18797,
+    "imported lines": 18810,
     "files at the end": 205,
     "lines at the end": 29845,
     "feature words": 57,
     "kernel files": 39,
     "kernel lines": 5740,
-    "all lines": 71271,
+    "all lines": 71377,
 }
 
 # What one reads to understand training.
