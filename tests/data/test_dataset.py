@@ -21,6 +21,7 @@ import pytest
 import torch
 import toys
 from PIL import Image
+from read_data import read_samples
 from thinking_templates import QWEN3, TOKENS
 from transformers import AutoTokenizer
 
@@ -33,7 +34,6 @@ from llava_ds.data.dataset import BrokenSample, EncodedDataset, check_same_data
 from llava_ds.data.encode import Encoder
 from llava_ds.data.encoded_rows import media_of_text, reasons_in_short
 from llava_ds.data.preflight import Checker
-from llava_ds.data.sources import read_samples
 from llava_ds.files import reading as file_contents
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer

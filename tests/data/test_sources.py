@@ -6,10 +6,11 @@ import pickle
 from pathlib import Path
 
 import pytest
+from read_data import read_samples
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef, Media, Message, Sample
-from llava_ds.data.sources import MAX_SHOWN, SourceOptions, open_sources, read_samples, to_sample
+from llava_ds.data.sources import MAX_SHOWN, SourceOptions, open_sources, to_sample
 from llava_ds.data.special_tokens import PART_END, in_lines
 
 TALK = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]

@@ -14,10 +14,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from PIL import Image
+from read_data import read_samples
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import Message, Sample
-from llava_ds.data.sources import Source, SourceOptions, open_sources, read_samples, to_sample
+from llava_ds.data.sources import Source, SourceOptions, open_sources, to_sample
 from llava_ds.data.sources.json_files import holds_data_uri, read_json_list, read_jsonl
 from llava_ds.data.sources.tars import read_members
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from read_data import read_samples
 
 from llava_ds.constants import ConfigError
-from llava_ds.data.sources import RawRecord, SourceOptions, open_sources, parse_columns, read_samples, to_sample
+from llava_ds.data.sources import RawRecord, SourceOptions, open_sources, parse_columns, to_sample
 from llava_ds.data.sources.locate import expand
 from llava_ds.data.sources.selection import parse_selection
 from llava_ds.data.sources.source import short_names

@@ -1,6 +1,6 @@
 """Conversion of records on disk, in any supported format, to samples."""
 
-from llava_ds.data.sources.open import MAX_SHOWN, open_sources, read_samples, shown
+from llava_ds.data.sources.open import MAX_SHOWN, open_sources, shown
 from llava_ds.data.sources.options import RawRecord, SourceOptions, parse_columns
 from llava_ds.data.sources.records import to_sample
 from llava_ds.data.sources.source import Source
@@ -12,7 +12,6 @@ __all__ = [
     "SourceOptions",
     "open_sources",
     "parse_columns",
-    "read_samples",
     "shown",
     "to_sample",
 ]

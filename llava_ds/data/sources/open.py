@@ -12,11 +12,9 @@ import yaml
 from llava_ds.boxes import BBOX_TYPES
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.file_slices import read_errors
-from llava_ds.data.sample import Sample
 from llava_ds.data.sources.detect import NUM_RECORDS, FirstRecords, detect, folder_of, metadata_columns, names_image
 from llava_ds.data.sources.locate import locate
 from llava_ds.data.sources.options import Columns, SourceOptions, nearest, parse_columns, short
-from llava_ds.data.sources.records import to_sample
 from llava_ds.data.sources.selection import DEFAULT_SEED, Selection, parse_selection
 from llava_ds.data.sources.source import FORMATS, SPOOLED_KINDS, Source
 from llava_ds.data.sources.tables import (
@@ -63,30 +61,6 @@ def open_sources(data_path: str, options: SourceOptions) -> list[Source]:
                 )
             return _open_mixture(data_path, options)
         return [_open(data_path, options, Selection())]
-
-
-def read_samples(
-    path: str | Path, image_folder: str | Path | None, options: SourceOptions | None = None
-) -> list[Sample]:
-    """Read all samples of a small data set, in order. image_folder overrides the one of the options.
-
-    Raises DataError with the file, the first wrong records and the reasons.
-    """
-    options = options or SourceOptions()
-    folder = options.image_folder if image_folder is None else str(image_folder)
-    samples, problems = [], []
-    sources = open_sources(str(path), SourceOptions(**{**vars(options), "image_folder": folder}))
-    for source in sources:
-        for record in source.read():
-            try:
-                samples.append(to_sample(record.text, source, record.index))
-            except DataError as error:
-                where = f"record {record.index}" if len(sources) == 1 else f"{record.file}, record {record.index}"
-                problems.append(f"{where}: {error}")
-    if problems:
-        total = len(problems) + len(samples)
-        raise DataError(f"{path}: {len(problems)} of {total} records can't be used\n" + shown(problems))
-    return samples
 
 
 def shown(problems: Iterable[str], where: str = "") -> str:

@@ -13,10 +13,10 @@ import toys
 from exporting import export_toy
 from launching import ROOT
 from PIL import Image
+from read_data import read_samples
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef, Media, Message
-from llava_ds.data.sources import read_samples
 from llava_ds.extensions.infer.chat import Conversation, Session, ask, read_media, run_conversation
 from llava_ds.extensions.infer.generate import Prompt, Sampling, TextPieces, answer, prompt_ids, stream
 from llava_ds.extensions.infer.load import load_model

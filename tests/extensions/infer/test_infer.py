@@ -13,6 +13,7 @@ import toys
 from exporting import RANKS, export
 from launching import ROOT
 from PIL import Image
+from read_data import read_samples
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor
 
@@ -23,7 +24,6 @@ from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.images.decode import load_image
 from llava_ds.data.images.resize import to_tile
 from llava_ds.data.sample import Message
-from llava_ds.data.sources import read_samples
 from llava_ds.data.templates import render_prompt
 from llava_ds.engine.construct import build_model
 from llava_ds.export.reload_check import compare_reloaded

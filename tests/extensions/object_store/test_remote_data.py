@@ -11,10 +11,11 @@ import pytest
 import stores
 import toys
 import yaml
+from read_data import read_samples
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.dataset import BrokenSample
-from llava_ds.data.sources import SourceOptions, open_sources, read_samples, to_sample
+from llava_ds.data.sources import SourceOptions, open_sources, to_sample
 from llava_ds.extensions.object_store import store as object_store
 from llava_ds.extensions.object_store.flags import configure
 

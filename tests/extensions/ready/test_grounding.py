@@ -12,6 +12,7 @@ import pytest
 import toys
 from launching import ROOT
 from PIL import Image, ImageDraw
+from read_data import read_samples
 from ready_models import FAMILIES, image_processor_of, write_ready
 
 from llava_ds.boxes import THOUSANDTHS, BoxFormat
@@ -20,7 +21,7 @@ from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, ConfigError
 from llava_ds.data.dataset import ALONE, EncodedDataset, PreflightOptions, open_encoded
 from llava_ds.data.encoded_rows import media_from_text
 from llava_ds.data.images.decode import load_media
-from llava_ds.data.sources import SourceOptions, open_sources, read_samples
+from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.extensions.ready.ready_images import ReadyImageOptions
 from llava_ds.extensions.ready.ready_tilings import CellTiling
 from llava_ds.geometry import coordinate_frame, media_layout
