@@ -27,7 +27,7 @@ BARS = {
     "feature words": 57,
     "kernel files": 39,
     "kernel lines": 5740,
-    "all lines": 71377,
+    "all lines": 71350,
 }
 
 # What one reads to understand training.
