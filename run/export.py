@@ -14,7 +14,7 @@ from llava_ds.config.bounds import DEFAULT_SHARD_SIZE, Count, Number, number, pa
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.active import choice, values_of
 from llava_ds.extensions.table import EXTENSIONS
-from llava_ds.runtime.command import Parser, begin, exit_with, given_path, new_folder
+from llava_ds.runtime.command import Parser, add_plugin_flag, begin, exit_with, given_path, load_plugins, new_folder
 
 FORMS = ("hf", "llava", "adapter", "projector")
 DTYPES = ("float32", "bfloat16", "float16")  # torch's names
@@ -73,6 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add("--version", help="conversation template of a model folder that has none in its settings")
     _add_rows(add)
+    add_plugin_flag(add)
     add(
         "--overwrite",
         action="store_true",
@@ -80,6 +81,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     parse_size(args.max_shard_size)
+    load_plugins(args)
     return args
 
 

@@ -30,7 +30,13 @@ LEVELS = [
     {"extensions/*"},  # the folders: nothing imports them
     {"run"},
 ]
-INTERFACE = ("active", "architecture", "base", "table")  # the modules of extensions/ that the core may import
+INTERFACE = (
+    "active",
+    "architecture",
+    "base",
+    "missing_plugins",
+    "table",
+)  # the core may import them
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 FOR_FLAGS = tuple(
     f"llava_ds.{name}." for name in ("config.arguments", "config.bounds", "config.flags", "extensions.base")

@@ -9,6 +9,7 @@ from llava_ds.config.arguments import Arguments, flags_free_on_resume
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import DataError
 from llava_ds.engine.ds_config.zero import offload_device
+from llava_ds.extensions.active import plugins
 from llava_ds.files.writing import sha256
 
 SETTINGS = ("config.json", "adapter_config.json")  # a model's folder has at least one of these
@@ -46,6 +47,7 @@ class RunIdentity:
             flags[name] = folder and folder_digest(Path(folder))
         flags["vision_tower"] = towers_digest(args.model.vision_tower)
         flags |= {name: folder_digest(folder) for name, folder in args.own_models.items()}
+        flags["plugin"] = ", ".join(f"{name} (sha256 {digest})" for name, digest in plugins().items()) or None
         for own in args.own.values():
             flags |= own.identity()
         zero_stage = ds_config["zero_optimization"].get("stage", 0)

@@ -26,7 +26,7 @@ from llava_ds.constants import (
     FlagProblems,
     in_short,
 )
-from llava_ds.extensions.active import asked_for, flags_class, owners
+from llava_ds.extensions.active import asked_for, flags_class, owners, plugins
 from llava_ds.extensions.table import EXTENSIONS, Trigger
 
 KINDS = {int: "not a whole number", float: "not a number", string_to_bool: "neither True nor False"}
@@ -196,6 +196,7 @@ def _parsed(
     recipe_path = recipe_of(argv)
     recipe = {} if recipe_path is None else read_recipe(recipe_path)
     written = _written(argv)
+    _load_plugins(argv, recipe.get("plugin"))
     recipe, defaults = _without_contradictions(recipe, defaults or {}, written)
     words = [f"--{k}={v}" for flags in (defaults, recipe) for k, v in flags.items() if v is not None] + argv
     names = {name.replace("-", "_") for name in (*defaults, *recipe)} | written
@@ -236,6 +237,14 @@ def _parsed(
     return args, notes + switched_off(args)
 
 
+def _load_plugins(argv: list[str], recipe: object = None) -> None:
+    """Load the files of --plugin, or those of a recipe, and no others."""
+    if recipe is not None or "plugin" in _written(argv) or plugins():
+        from llava_ds.config.plugins import load_named
+
+        load_named(argv, recipe)
+
+
 def _chosen_values(words: list[str]) -> dict[str, str]:
     """Values on a command line for flags to which extensions add values."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -261,7 +270,7 @@ def _without_contradictions(recipe: dict, defaults: dict, written: set[str]) -> 
 def _with_full_paths(args: Arguments) -> Arguments:
     """Expand ~ in paths, and find files of ds_configs/ by name."""
     flags = args.flags
-    paths = {name: value for name, value in args.as_dict().items() if flags[name].path and value is not None}
+    paths = {name: value for name, value in args.as_dict().items() if flags[name].path and isinstance(value, str)}
     args = args.replaced(**{name: os.path.expanduser(value) for name, value in paths.items()})
     if len(folders := tower_folders(args.model.vision_tower)) > 1:
         args = args.replaced(vision_tower=",".join(map(os.path.expanduser, folders)))
@@ -292,6 +301,8 @@ def _converted(args: Arguments) -> tuple[Arguments, list[str]]:
             f"--optim {in_short(args.training.optim)} is unknown: give one of {', '.join(OPTIMS)}, or name another "
             'optimizer in the DeepSpeed JSON, like "optimizer": {"type": "Lion"}'
         )
+    if isinstance(args.training.plugin, list):
+        values["plugin"] = ",".join(args.training.plugin)
     values["optim"] = optim or args.training.optim
     values["report_to"], unknown = _trackers(args.training.report_to)
     known = f"give some of {', '.join(TRACKERS)}, or all, or none"
@@ -323,6 +334,7 @@ def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
     flags = _written(argv)
     if flags & {"model_name_or_path", "recipe"}:
         return {}
+    _load_plugins(argv)
     tokens = [token for token in argv if token not in ("-h", "--help")]  # help comes later, with all sections
     parser = build_parser(())
     parser.wrong = []  # parse_arguments reports these

@@ -28,7 +28,7 @@ OPTIMS = {
 }
 
 # Declarations of flags by group; _free: flags that a resumed run may change freely.
-_, _run_free = flags_of("run")
+_run, _run_free = flags_of("run")
 _objective, _ = flags_of("objective")
 _steps, _ = flags_of("steps")
 _optimizer, _ = flags_of("optimizer")
@@ -54,6 +54,12 @@ class TrainingArguments:
     )
     output_dir: str | None = _run_free(
         None, "Folder for everything that the run writes.", path="output", only_to_train=True
+    )
+    plugin: str | None = _run(
+        None,
+        "Python files with ideas of your own, each an extension (docs/plugins.md). Their code runs.",
+        path="unchecked",
+        argparse={"nargs": "+", "action": "extend"},
     )
     objective: str = _objective("sft", "sft: the answers of conversations.", argparse={"choices": ["sft"]})
     num_train_epochs: Annotated[float, Bounds(0, 10**6, above=True)] = _steps(1.0, "Passes over the data.")

@@ -2,11 +2,12 @@
 
 from torch import nn
 
-from llava_ds.config.arguments import Arguments, TrainingArguments, trained_parts, trains_new_rows
+from llava_ds.config.arguments import Arguments, trained_parts, trains_new_rows
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.optimizer import optimizer_name
 from llava_ds.extensions.active import active
 from llava_ds.model.llava import LlavaModel, all_models
+from llava_ds.model.open.names import OWN
 from llava_ds.model.open.packed import is_packed, num_packed
 
 
@@ -57,8 +58,8 @@ def _leave_last_layers(part: nn.Module, count: int) -> None:
 
 
 def parameter_groups(model: LlavaModel, args: Arguments, optimizer: dict | None = None) -> list[dict]:
-    """Make the optimizer's groups: language model, newline and value head; projector; tower; each at its own rate, with
-    and without decay; then a child model's groups, all at its rate.
+    """Make the optimizer's groups: language model, newline and value head; projector; tower; extensions' modules; each
+    at its own rate, with and without decay; then a child model's groups, all at its rate.
 
     Biases and norms do not decay. Empty groups are left out.
     optimizer: the block of the resolved JSON; Muon has more groups.
@@ -70,6 +71,7 @@ def parameter_groups(model: LlavaModel, args: Arguments, optimizer: dict | None 
         ("language_model", ["language_model", "newline", "value_head"], None),
         ("projector", ["projector"], training.mm_projector_lr),
         ("vision_tower", ["vision_tower"], training.mm_vision_tower_lr),
+        *((part, [part], rate) for part, rate in _module_rates(model, args).items()),
     ):
         named = [item for child, part in model.named_children() if child in parts for item in part.named_parameters()]
         trained = [(key, p) for key, p in named if p.requires_grad]
@@ -81,7 +83,7 @@ def parameter_groups(model: LlavaModel, args: Arguments, optimizer: dict | None 
                 rate = training.learning_rate if lr is None else lr
                 groups.append({"name": name + suffix, "params": params, "lr": rate, "weight_decay": decay})
     if optimizer is not None and optimizer_name(optimizer) == "Muon":
-        groups = _muon_groups(model, groups, optimizer["params"], _own_rates(training))
+        groups = _muon_groups(model, groups, optimizer["params"], _own_rates(model, args))
     for wrap in active(args.own, model.language_model.config).wraps:
         groups = wrap.groups(groups)
     for name, child in all_models(model).items():
@@ -92,9 +94,16 @@ def parameter_groups(model: LlavaModel, args: Arguments, optimizer: dict | None 
     return groups
 
 
-def _own_rates(training: TrainingArguments) -> tuple[str, ...]:
+def _module_rates(model: LlavaModel, args: Arguments) -> dict[str, float | None]:
+    """Return the rates of extensions' modules, by part."""
+    parts = [name for name, _ in model.named_children() if name.startswith(OWN)]
+    return {part: args.own[part.removeprefix(OWN)].module_rate for part in parts}
+
+
+def _own_rates(model: LlavaModel, args: Arguments) -> tuple[str, ...]:
     """Return the name prefixes of groups whose rate the user gave."""
-    given = {"projector": training.mm_projector_lr, "vision_tower": training.mm_vision_tower_lr}
+    given = {"projector": args.training.mm_projector_lr, "vision_tower": args.training.mm_vision_tower_lr}
+    given |= _module_rates(model, args)
     return tuple(name for name, rate in given.items() if rate is not None)
 
 

@@ -91,6 +91,7 @@ def write_card(
         "| flag | value |",
         "| --- | --- |",
         *(f"| `--{flag}` | {flags[flag]} |" for flag in SHOWN if flags[flag] is not None),
+        *(f"| `--plugin {name}.py` | sha256 {digest} |" for name, digest in record.get("plugins", {}).items()),
         "",
         "| package | version |",
         "| --- | --- |",

@@ -18,6 +18,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.engine.shards.checkpoint_writer import ENGINE
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.tensors import Entry, completed, read_entries
+from llava_ds.extensions.active import active
 from llava_ds.files.writing import sha256
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.model_plan import part_weights, plan_model
@@ -78,6 +79,7 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None, 
 
     parts = ["vision_tower", "projector", "language_model"] + ["newline"] * image_options.has_newline
     parts += ["value_head"] * plan.has_value_head
+    parts += [formats.OWN + name for name in active(run.model.own).modules]
     frozen = [
         entry
         for part in parts

@@ -70,6 +70,7 @@ def open_folder(
         parts["newline"] = plan.sources.newline.open()
     if plan.has_value_head:
         parts["value_head"] = plan.sources.value_head.open()
+    parts |= {part: source.open() for part, source in plan.sources.own.items()}
     entries = [entry for part, weights in parts.items() for entry in read_entries(part, weights)]
     export = ExportPlan(
         plan,

@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 from llava_ds.constants import ConfigError
 from llava_ds.export.bit_check import Written
 from llava_ds.export.export_plan import ExportPlan
-from llava_ds.export.tensors import Counted, Entry, live_entries, take_part, without_value_head, write_value_head
+from llava_ds.export.tensors import Counted, Entry, live_entries, take_part, without_own_files, write_own_files
 from llava_ds.export.tokenizer_files import ORIGINAL_FILES
 from llava_ds.export.transformers_folder import hf_entries, write_hf
 from llava_ds.extensions.active import choice
@@ -22,7 +22,7 @@ from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.files.model_files import ADAPTER_FILES, BESIDE_ADAPTER, JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.open.loading import return_freed_memory
-from llava_ds.model.open.names import PROJECTOR_FILES, VALUE_HEAD_FILE
+from llava_ds.model.open.names import OWN, PROJECTOR_FILES, VALUE_HEAD_FILE
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.scratch import scratch_folder
 
@@ -30,7 +30,7 @@ from llava_ds.runtime.scratch import scratch_folder
 MODEL_FILES = (
     "model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
     *(name for each in EXTENSIONS.values() for name in each.model_files.split()),
-    *ADAPTER_FILES, BESIDE_ADAPTER, VALUE_HEAD_FILE, *PROJECTOR_FILES, *JSON_FILES, *OTHER_FILES,
+    *ADAPTER_FILES, BESIDE_ADAPTER, VALUE_HEAD_FILE, f"{OWN}*.safetensors", *PROJECTOR_FILES, *JSON_FILES, *OTHER_FILES,
     f"{ORIGINAL_FILES}/*", f"{TEMPLATES_FOLDER}/*",
 )  # fmt: skip
 
@@ -49,22 +49,22 @@ def _functions(form: str) -> tuple[Callable[..., list[Entry]], Callable[..., Wri
 
 
 def folder_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """List the tensors of a folder by their names there, with a value head's last.
+    """List the tensors of a folder by their names there, with those of files beside the model's last.
 
     entries: of the model; the plan's form is "hf", "llava" or "projector".
     """
-    rest, head = without_value_head(entries)
+    rest, beside = without_own_files(entries)
     list_entries, _ = _functions(export.form)
-    return list_entries(export, rest) + head
+    return list_entries(export, rest) + beside
 
 
 def write_folder(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
     """Write a model's entries as a folder of any form; returns checksums of the tensors' bits, {} for an extension's.
 
-    holes: write weight files of the right size with holes instead of numbers; a projector and a value head (which has
-    its own file) are not written so.
+    holes: write weight files of the right size with holes instead of numbers; a projector, a value head and
+    extensions' modules (which have their own files) are not written so.
     """
-    rest, head = without_value_head(entries)
+    rest, beside = without_own_files(entries)
     if (functions := _functions(export.form)) is not None:
         written = functions[1](export, rest, output_dir, **({"holes": True} if holes else {})) or {}
     else:
@@ -72,7 +72,7 @@ def write_folder(export: ExportPlan, entries: list[Entry], output_dir: Path, *, 
         written = {}
     if holes:
         return {}
-    return written | write_value_head({entry.name: entry.read().to(export.dtype) for entry in head}, output_dir)
+    return written | write_own_files({entry.name: entry.read().to(export.dtype) for entry in beside}, output_dir)
 
 
 def write_live_folder(export: ExportPlan, model: LlavaModel, output_dir: Path, ranks: Ranks) -> Written:

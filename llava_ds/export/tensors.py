@@ -19,7 +19,6 @@ from llava_ds.files.writing import write_tensors
 from llava_ds.model.families.language import embedding_name, is_tied_in_hf, names_in_hf
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.names import VALUE_HEAD_FILE
 from llava_ds.model.open.weights import Weights
 from llava_ds.runtime.ranks import Ranks
 
@@ -191,24 +190,27 @@ def _with_rows(entry: Entry, rows: int) -> Entry:
     return Entry(entry.name, (rows, *entry.shape[1:]), read)
 
 
-def without_value_head(entries: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """Return the entries without the value head's, and the value head's: one, or none."""
-    rest, head = [], []
+def without_own_files(entries: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
+    """Return the entries of the model's files, and those of files beside them: a value head's and of extensions'
+    modules."""
+    rest, beside = [], []
     for entry in entries:
-        (head if entry.name.startswith(formats.VALUE_HEAD) else rest).append(entry)
-    return rest, head
+        (beside if entry.name.startswith((formats.VALUE_HEAD, formats.OWN)) else rest).append(entry)
+    return rest, beside
 
 
-def write_value_head(head: dict[str, torch.Tensor], output_dir: Path) -> Written:
-    """Write the value head's file, if there is one: other programs ignore it.
+def write_own_files(beside: dict[str, torch.Tensor], output_dir: Path) -> Written:
+    """Write the files of a value head and of extensions' modules, if there are any: other programs ignore them.
 
-    head: its tensors by their names in the model. Returns checksums of their bits.
+    beside: tensors by their names in the model. Returns checksums of their bits.
     """
-    if not head:
-        return {}
-    tensors = {name.removeprefix(formats.VALUE_HEAD): tensor for name, tensor in head.items()}
-    write_tensors(output_dir / VALUE_HEAD_FILE, tensors)
-    return {output_dir / VALUE_HEAD_FILE: sums_of(tensors.items())}
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in beside.items():
+        part, _, rest = name.partition(".")
+        parts.setdefault(part, {})[rest] = tensor
+    for part, tensors in parts.items():
+        write_tensors(output_dir / f"{part}.safetensors", tensors)
+    return {output_dir / f"{part}.safetensors": sums_of(tensors.items()) for part, tensors in parts.items()}
 
 
 def renamed(entries: Iterable[Entry], rename: Callable[[str], str]) -> list[Entry]:

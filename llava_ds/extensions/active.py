@@ -27,6 +27,7 @@ from llava_ds.extensions.base import (
 from llava_ds.extensions.table import EXTENSIONS
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedConfig
 
     from llava_ds.config.arguments import Arguments
@@ -74,6 +75,11 @@ class Active:
     def wraps(self) -> list[Wrap]:
         """The wraps of all extensions."""
         return [each.wrap for each in self.extensions.values() if each.wrap is not None]
+
+    @property
+    def modules(self) -> dict[str, Callable[..., "nn.Module"]]:
+        """The functions that build the extensions' modules, by extension name."""
+        return {name: each.module for name, each in self.extensions.items() if each.module is not None}
 
     @property
     def adapter(self) -> Adapter | None:
@@ -129,6 +135,11 @@ def reading(keys: Collection[str]) -> list[str]:
     return [name for name, trigger in EXTENSIONS.items() if not set(trigger.keys.split()).isdisjoint(keys)]
 
 
+def plugins() -> dict[str, str]:
+    """Return the sha256 of each loaded plugin, by name."""
+    return {name: trigger.digest for name, trigger in EXTENSIONS.items() if trigger.digest}
+
+
 def asked_for(given: Mapping[str, object]) -> list[str]:
     """Return the extensions that these flag values request; for an extension's own flags only the names count."""
     return [name for name, trigger in EXTENSIONS.items() if trigger.asked_for(given)]
@@ -139,10 +150,10 @@ def flags_class(name: str) -> type[ExtensionFlags]:
 
     Raises ConfigError if it can't be loaded, or has an unknown attribute.
     """
-    if not EXTENSIONS[name].flags:
+    if not (EXTENSIONS[name].flags or EXTENSIONS[name].digest):
         return ExtensionFlags
     kind = _part(name, "flags", "Flags")
-    where = f"llava_ds/extensions/{name}/flags.py: Flags"
+    where = f"{_path(name, 'flags')}: Flags"
     _refuse_unknown(vars(kind).keys() - {field.name for field in dataclasses.fields(kind)}, ExtensionFlags, where)
     for names in (kind.needs, kind.breaks):
         for name in () if isinstance(names, property) else names:
@@ -246,26 +257,27 @@ def _store(scheme: str) -> ModuleType:
 
 def _extension(name: str) -> Extension:
     trigger = EXTENSIONS[name]
-    if not (trigger.flags or trigger.values or trigger.model_types):  # used by scripts of run/, not by a run
+    if not (trigger.flags or trigger.values or trigger.model_types or trigger.digest):  # only scripts of run/ use it
         return Extension()
     found: Extension = _part(name, "extension", "extension")
+    path = _path(name, "extension")
     if found.part is not None:
-        _refuse_unknown(
-            vars(found.part), SessionPart, f"llava_ds/extensions/{name}/extension.py: {found.part.__name__}"
-        )
+        if not (isinstance(found.part, type) and issubclass(found.part, SessionPart)):
+            raise ConfigError(f"{path}: part: give a class of extensions/base.py's SessionPart")
+        _refuse_unknown(vars(found.part), SessionPart, f"{path}: {found.part.__name__}")
     if found.wrap is not None:
-        where = f"llava_ds/extensions/{name}/extension.py: {type(found.wrap).__name__}"
+        where = f"{path}: {type(found.wrap).__name__}"
         if not isinstance(found.wrap, Wrap):
             raise ConfigError(f"{where}: give a value of a class of extensions/base.py's Wrap")
         _refuse_unknown(vars(type(found.wrap)), Wrap, where)
     if found.folder is not None:
         kind = type(found.folder)
-        _refuse_unknown(vars(kind), FolderPart, f"llava_ds/extensions/{name}/extension.py: {kind.__name__}")
+        _refuse_unknown(vars(kind), FolderPart, f"{path}: {kind.__name__}")
     if found.text is not None:
         kind = type(found.text)
-        _refuse_unknown(vars(kind), TextPart, f"llava_ds/extensions/{name}/extension.py: {kind.__name__}")
+        _refuse_unknown(vars(kind), TextPart, f"{path}: {kind.__name__}")
     for phase, hook in found.hooks:
-        where = f"llava_ds/extensions/{name}/extension.py: {getattr(hook, '__name__', hook)}"
+        where = f"{path}: {getattr(hook, '__name__', hook)}"
         if not (isinstance(phase, Phase) and isinstance(hook, type) and issubclass(hook, Hook)):
             raise ConfigError(f"{where}: give a Phase and a class of extensions/base.py's Hook")
         _refuse_unknown(vars(hook), Hook, where)
@@ -274,7 +286,7 @@ def _extension(name: str) -> Extension:
 
 def _part(name: str, module: str, attribute: str) -> object:
     """Import a module of an extension's folder, and return one of its attributes."""
-    path = f"llava_ds/extensions/{name}/{module}.py"
+    path = _path(name, module)
     try:
         loaded: ModuleType = importlib.import_module(f"llava_ds.extensions.{name}.{module}")
     except Exception as error:  # any error of the extension's code, with the extension's name
@@ -282,6 +294,11 @@ def _part(name: str, module: str, attribute: str) -> object:
     if not hasattr(loaded, attribute):
         raise ConfigError(f"{path} has no {attribute}: {_hint(attribute, vars(loaded))}")
     return getattr(loaded, attribute)
+
+
+def _path(name: str, module: str) -> str:
+    """Return the file of an extension's module, for messages."""
+    return EXTENSIONS[name].file or f"llava_ds/extensions/{name}/{module}.py"
 
 
 def _refuse_unknown(names: Iterable[str], base: type, where: str) -> None:

@@ -143,6 +143,11 @@ class ExtensionFlags:
     not_here: ClassVar[Mapping[str, str]] = {}
 
     @property
+    def module_rate(self) -> float | None:
+        """The learning rate of the extension's module; None for --learning_rate."""
+        return None
+
+    @property
     def evaluates(self) -> bool:
         """True if the extension adds metrics to evaluations."""
         return False
@@ -511,6 +516,21 @@ class FolderForm:
         raise NotImplementedError
 
 
+class ProjectorKind:
+    """A projector that an extension adds to the values of --mm_projector_type (Extension.choices).
+
+    option: the text after a colon in the value, as in my_projector:4; "" without one.
+    """
+
+    def stride(self, option: str) -> int:
+        """Return the side, in patches, of the square that becomes one projected feature. Raises ConfigError."""
+        return 1
+
+    def build(self, option: str, tower_width: int, width: int) -> "nn.Module":
+        """Build the projector, (N, P, C) to (N, P / stride**2, D), with its initial weights."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class MeshPart:
     """The functions for the mesh axis that an extension's flags add; every slot except `axis` is optional.
@@ -550,6 +570,8 @@ class Extension:
     open_data: Callable[..., "EncodedDataset"] | None = None  # opens the training data, like open_together
     complete: Callable[["Plan", "Ranks"], object] | None = None  # like plan, once everything else is planned
     wrap: Wrap | None = None  # changes the model and its engine
+    # Builds a module that trains with the model, as its child own_<name>; its flags are of_model.
+    module: Callable[["PreTrainedConfig", "TowerPlan", "ModelArguments"], "nn.Module"] | None = None
     adapter: Adapter | None = None  # exports an adapter instead of a complete model
     state: StatePart | None = None  # tensors that a checkpoint stores additionally
     objective: Callable[["Plan", "Mesh", "Objective"], "Objective"] | None = None  # replaces or wraps one

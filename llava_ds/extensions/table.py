@@ -15,7 +15,8 @@ class Trigger(NamedTuple):
     the URLs that it reads, or * for all; adds: values of a core's flag, with help, that it adds. These values alone
     load it, not its own flags; extensions that add values to the same flag are never loaded together, and may share
     flag names; requires: other extensions that it needs; model_files: files of its model-folder format; opens: a file
-    that makes a folder one that it reads. An extension without any of these has scripts in run/.
+    that makes a folder one that it reads; file and digest: path and sha256 of a --plugin. An extension without any of
+    these has scripts in run/.
     """
 
     title: str
@@ -32,6 +33,8 @@ class Trigger(NamedTuple):
     model_files: str = ""
     opens: str = ""
     adds: Mapping[str, Mapping[str, str]] = {}
+    file: str = ""
+    digest: str = ""
 
     def asked_for(self, given: Mapping[str, object]) -> bool:
         """Return True if flags with these values load it. For its own flags only the names count."""

@@ -140,6 +140,10 @@ def read_config(file: Path, where: str) -> dict:
     """Read a model's config.json, checked for sizes within bounds, without keys that choose kernels. Raises
     ConfigError."""
     config = read_json(file, where)
+    if "llava_ds_plugin" in config:
+        from llava_ds.extensions.missing_plugins import refuse_missing
+
+        refuse_missing(config["llava_ds_plugin"], where)
     with library_errors(where):
         _check_says(config, file)
     return _without_implementations(config)

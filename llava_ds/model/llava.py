@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from llava_ds.batch import Batch, Placing
 from llava_ds.config.arguments import ModelArguments
-from llava_ds.extensions.active import text_part
+from llava_ds.extensions.active import active, text_part
 from llava_ds.model import attention, last_layer, output_loss
 from llava_ds.model.families.language import has_layer_embeddings, has_state, hold_rotary_angles
 from llava_ds.model.heads import SUMMED, Head
+from llava_ds.model.open.names import OWN
 from llava_ds.model.projector import Newline, Projector
 from llava_ds.model.vision import TowerPlan, VisionTower
 
@@ -196,7 +197,10 @@ def assemble(
         from llava_ds.model.open.value_head import ValueHead
 
         head = ValueHead(text_config.hidden_size)
-    return LlavaModel(tower.build(mean, std), projector, language_model, newline, head)
+    model = LlavaModel(tower.build(mean, std), projector, language_model, newline, head)
+    for name, build in active(args.own).modules.items():
+        model.add_module(OWN + name, build(text_config, tower, args))
+    return model
 
 
 def layer_classes(model: nn.Module) -> list[type[nn.Module]]:

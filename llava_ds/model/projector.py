@@ -4,11 +4,14 @@
 
 import math
 import re
+from collections import OrderedDict
 
 import torch
 from torch import nn
 
 from llava_ds.constants import ConfigError
+from llava_ds.extensions.active import choice, values_of
+from llava_ds.extensions.base import ProjectorKind
 
 
 class Projector(nn.Module):
@@ -120,9 +123,12 @@ def build_projector(kind: str, tower_width: int, width: int) -> Projector:
         )
     if kind in SIMPLE:
         return Projector(SIMPLE[kind](tower_width, width))
+    if own := _own_kind(kind):
+        return Projector(nn.Sequential(OrderedDict(own=own[0].build(own[1], tower_width, width))))
     found = _MLP.fullmatch(kind)
     if found is None:
-        raise ConfigError(f"--mm_projector_type {kind} is unknown: give {PROJECTOR_KINDS}")
+        known = ", ".join([PROJECTOR_KINDS, *values_of("mm_projector_type")])
+        raise ConfigError(f"--mm_projector_type {kind} is unknown: give {known}")
     stride = square_stride(kind)
     layers: list[nn.Module] = [nn.Linear(tower_width * (1 if found[3] == "avg" else stride**2), width)]
     for _ in range(1, int(found[1])):
@@ -134,9 +140,17 @@ def build_projector(kind: str, tower_width: int, width: int) -> Projector:
 
 
 def square_stride(kind: str) -> int:
-    """Return K of a projector with a pixel shuffle or a mean; 1 for others."""
+    """Return K of a projector with a pixel shuffle or a mean, or an extension's; 1 for others."""
+    if own := _own_kind(kind):
+        return own[0].stride(own[1])
     found = _MLP.fullmatch(kind)
     return 1 if found is None else int(found[4] or 1)
+
+
+def _own_kind(kind: str) -> tuple[ProjectorKind, str] | None:
+    """Return an extension's kind of projector, and the option after a colon; None for the core's kinds."""
+    name, _, option = kind.partition(":")
+    return (choice("mm_projector_type", name), option) if name in values_of("mm_projector_type") else None
 
 
 def feature_stride(kind: str) -> int:

@@ -78,6 +78,20 @@ def new_folder(text: str) -> str:
     return given_path(text)
 
 
+def add_plugin_flag(add: Callable[..., object]) -> None:
+    """Add --plugin to a parser. load_plugins loads the files."""
+    text = "file of ideas that the model was trained with, for each (docs/plugins.md); its code runs"
+    add("--plugin", action="append", type=given_path, metavar="FILE", help=text)
+
+
+def load_plugins(args: argparse.Namespace) -> None:
+    """Load the files of --plugin. Raises ConfigError."""
+    if args.plugin:
+        from llava_ds.config.plugins import load
+
+        load(args.plugin)
+
+
 def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends_without_reader: bool = False) -> None:
     """Prepare this process for a command. Call it before importing libraries that take seconds and print.
 

@@ -20,7 +20,7 @@ from llava_ds.config.arguments import SECTIONS, Arguments, declared_by, loaded
 from llava_ds.constants import DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
-from llava_ds.extensions.active import asked_for, flags_class, owners
+from llava_ds.extensions.active import asked_for, flags_class, owners, plugins
 from llava_ds.files.reading import mismatch, read_json
 from llava_ds.files.writing import write_whole
 from llava_ds.runtime.ranks import Ranks
@@ -49,6 +49,7 @@ def write_run_record(
         "folder": os.getcwd(),  # relative paths start here
         "arguments": args.as_dict(),
         "given": sorted(args.given),
+        **({"plugins": plugins()} if plugins() else {}),
         "num_steps": num_steps,
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "world_size": ranks.world_size,
@@ -113,12 +114,13 @@ def length_histogram(lengths: Sequence[int]) -> dict[str, list[int]]:
 class RunRecord(TypedDict):
     """The part of run.json that later commands read.
 
-    given: flags on the command line; folder: where relative paths start.
+    given: flags on the command line; plugins: sha256 by name; folder: where relative paths start.
     """
 
     arguments: dict[str, Any]
     given: NotRequired[list[str]]
     num_steps: int
+    plugins: NotRequired[dict[str, str]]
     versions: dict[str, str]
     folder: NotRequired[str]
 
@@ -137,6 +139,9 @@ def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
         args, unknown = arguments_of(record["arguments"], record.get("given", ()))
     except DataError as error:
         raise DataError(f"{path} can't be used: {error}") from None
+    if missing := [name for name in record.get("plugins", {}) if name not in plugins()]:
+        file = record["arguments"].get("plugin")
+        raise DataError(f"{path} was trained with --plugin {file}: give --plugin with the path of {missing[0]}.py")
     if unknown:
         raise DataError(f"{path} has flags that this version does not know: {', '.join(unknown)}")
     return args, record

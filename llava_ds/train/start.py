@@ -13,7 +13,7 @@ from llava_ds.config.shipped import RECIPES
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.resolve import axes_from, flags_in, read_ds_config
 from llava_ds.engine.process_group import init_ranks
-from llava_ds.extensions.active import active
+from llava_ds.extensions.active import active, plugins
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.output_lock import OutputLock
@@ -84,9 +84,10 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     if writes:
         lock.take_together(output_dir, ranks)
     watchdog.start(args.training, ranks)
-    same = {**args.same_on_every_rank(), "the DeepSpeed JSON": raw_config or {}}
+    same = {**args.same_on_every_rank(), "the DeepSpeed JSON": raw_config or {}, "the files of --plugin": plugins()}
     check_same(same, ranks, "start every machine with the same flags")
-    print_first(*notes, *more_notes)
+    loaded = (f"plugin {name}.py (sha256 {digest[:12]})" for name, digest in plugins().items())
+    print_first(*loaded, *notes, *more_notes)
     mesh = _lay_out(args, ranks)
     if batch_size := broadcast_from_first(ranks, lambda: saved_batch_size(args, mesh.dp)):
         args = args.replaced(train_batch_size=batch_size)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from llava_ds.constants import ConfigError
-from llava_ds.runtime.command import given_path
+from llava_ds.runtime.command import add_plugin_flag, given_path, load_plugins
 
 if TYPE_CHECKING:
     import torch
@@ -85,10 +85,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="with --engine deepspeed: ZeRO-Inference, parameters in CPU memory or on NVMe (default: %(default)s)",
     )
     parser.add_argument("--offload_path", type=given_path, help="folder on an NVMe disk, for --offload nvme")
+    add_plugin_flag(parser.add_argument)
 
 
 def parse_engine_options(args: argparse.Namespace) -> EngineOptions:
     """Return the options from the flags of add_engine_flags. Raises ConfigError for conflicting flags."""
+    load_plugins(args)
     moved = {name: os.path.expanduser(path) for name in MOVED_FLAGS if (path := getattr(args, name)) is not None}
     variables = args.chat_template_kwargs
     if variables is not None:

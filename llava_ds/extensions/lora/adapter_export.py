@@ -24,7 +24,7 @@ from llava_ds.export.llava_folder import llava_config
 from llava_ds.export.output_folder import planned_entries
 from llava_ds.export.reload_check import check_room, compare_logits
 from llava_ds.export.safetensors_shards import num_bytes
-from llava_ds.export.tensors import Entry, write_value_head
+from llava_ds.export.tensors import Entry, write_own_files
 from llava_ds.export.tokenizer_files import write_variables
 from llava_ds.extensions.lora import layers as lora
 from llava_ds.extensions.lora import quantize
@@ -72,7 +72,7 @@ def export_adapter(export: ExportPlan, model: LlavaModel, output_dir: Path, rank
     if ranks.is_first:
         beside = {lora.plain_name(name): _before(name, tensor, export, model) for name, tensor in beside.items()}
         written = write_adapter(export, tensors, lora.start_of(model), beside, output_dir)
-        return written | write_value_head(heads, output_dir)
+        return written | write_own_files(heads, output_dir)
     return {}
 
 
@@ -111,7 +111,7 @@ def write_restored_adapter(
     plain = {lora.plain_name(name): tensor for name, tensor in read(beside).items()}
     written = write_adapter(export, read(adapters), start, plain, output_dir)
     head = read(name for name in by_name if name.startswith(formats.VALUE_HEAD))
-    return written | write_value_head(head, output_dir)
+    return written | write_own_files(head, output_dir)
 
 
 def write_adapter(

@@ -73,8 +73,17 @@ def read_parts(args: ModelArguments) -> Parts:
             own, rest = trained, rest or own
     head = value_head_file(folder.path)
     value_head = None if head is None else Source(FLAG, str(head), lambda name: name)
-    sources = Sources(folder.language_model, own, projector, newline, rest, value_head=value_head)
+    sources = Sources(folder.language_model, own, projector, newline, rest, value_head=value_head, own=_own_of(args))
     return Parts(folder, folder.text_config, tower, sources)
+
+
+def _own_of(args: ModelArguments) -> dict[str, Source]:
+    """Return the sources of extensions' modules: beside the model's weights, else beside the projector's."""
+    folders = {FLAG: args.model_name_or_path}
+    folders |= {flag: str(Path(file).parent) for flag, file in projector_files(args).items()}
+    parts = [formats.OWN + name for name in active(args.own).modules]
+    found = {part: (flag, formats.own_file(path, part)) for flag, path in folders.items() for part in parts}
+    return {part: Source(flag, str(file), lambda name: name) for part, (flag, file) in found.items() if file}
 
 
 def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan, Source, Source | None]:
@@ -159,7 +168,7 @@ class ModelPlan:
         """Describe, in one line, a part that starts from random numbers."""
         if part == "value_head":
             return "the value head starts from zeros"
-        source: Source | None = getattr(self.sources, part)
+        source = self.sources.of(part)
         lacks = "" if source is None else f"{source.path} holds no {formats.LLAVA_NEWLINE}: "
         return f"{lacks}the {part} starts from random numbers"
 
@@ -282,7 +291,7 @@ def open_part(name: str, plan: ModelPlan) -> OpenedPart | None:
 
     LLaVA-1.5's stage-1 files contain no newline.
     """
-    source: Source | None = getattr(plan.sources, name)
+    source = plan.sources.of(name)
     if source is None:
         return None
     files = source.files(plan.tower.runs if name == "vision_tower" else lambda _: True)
@@ -300,12 +309,16 @@ def part_weights(name: str, plan: ModelPlan, args: ModelArguments, seed: int) ->
 
 
 def _fresh(name: str, plan: ModelPlan, args: ModelArguments, seed: int) -> torch.nn.Module:
-    """Make a randomly initialised projector or newline, or a value head. The same for any ZeRO stage, precision and
-    number of ranks."""
+    """Make a randomly initialised projector, newline or extension's module, or a value head. The same for any ZeRO
+    stage, precision and number of ranks."""
     if name == "value_head":
         from llava_ds.model.open.value_head import ValueHead
 
         return ValueHead(plan.hidden_size)
+    if name.startswith(formats.OWN):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return active(args.own).modules[name.removeprefix(formats.OWN)](plan.text_config, plan.tower, args)
     with torch.random.fork_rng(devices=[]):  # numbers are drawn on the CPU
         torch.manual_seed(seed)
         projector = build_projector(args.mm_projector_type, plan.tower.width, plan.hidden_size)

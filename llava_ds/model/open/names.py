@@ -27,6 +27,13 @@ VALUE_HEAD_FILE = "value_head.safetensors"  # in the model's folder; its one ten
 LLAVA_NEWLINE = "model.image_newline"
 PROJECTOR_FILES = ("mm_projector.bin", "mm_projector.safetensors", "config.json")  # stage 1's folder
 PARTS = ("vision_tower", "projector", "newline", "language_model", "value_head")
+OWN = "own_"  # before an extension's name: its module, and the module's file in the model's folder
+
+
+def own_file(folder: str | Path, part: str) -> Path | None:
+    """Return the file of an extension's module in a folder, or None."""
+    file = Path(folder) / f"{part}.safetensors"
+    return file if is_there(file) else None
 
 
 def value_head_file(folder: str | Path) -> Path | None:
@@ -37,7 +44,7 @@ def value_head_file(folder: str | Path) -> Path | None:
 
 def is_of_child(name: str) -> bool:
     """True for a parameter of a model that trains as another's child: no model file contains it."""
-    return name.partition(".")[0] not in PARTS
+    return name.partition(".")[0] not in PARTS and not name.startswith(OWN)
 
 
 def projector_to_llava(name: str, kind: str) -> str:
@@ -55,6 +62,8 @@ def projector_from_llava(name: str) -> str | None:
 
     Like LLaVA, accepts any prefix before "mm_projector.": runs with adapters and whole checkpoints write some.
     """
+    if own := re.search(r"(?:^|\.)mm_projector\.(own\..+)$", name):  # an extension's
+        return f"layers.{own[1]}"
     found = re.search(r"(?:^|\.)mm_projector\.((?:(?:\d+|pre_norm|proj|conv_pool)\.)*)(weight|bias)$", name)
     return None if found is None else f"layers.{found[1] or '0.'}{found[2]}"
 

@@ -134,6 +134,8 @@ def _uneven(kind: str, side: int, where: str) -> str:
     fitting = [stride for stride in range(2, 10) if side % stride == 0]
     plain, _, end = kind.rpartition("_")
     instead = f"give _{end[:-1]}{fitting[0]}" if fitting else f"give {plain}"
+    if not kind.startswith("mlp"):  # an extension's
+        instead = f"give {kind.partition(':')[0]}:{fitting[0]}" if fitting else "give mlp2x_gelu"
     return (
         f"--mm_projector_type {kind}: {where} gives {side} x {side} patches, but squares of "
         f"{square_stride(kind)} x {square_stride(kind)} don't fill them: {instead}, or take another tower"

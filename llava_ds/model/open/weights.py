@@ -5,8 +5,8 @@ Tensors are read by name, one at a time, from safetensors and pickles, whole or 
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -287,7 +287,8 @@ class Sources:
     """Sources of the weights of each part; None for a part that starts from random numbers.
 
     rest_of_tower: the tower's own folder, if the model's folder has the tower's weights; export takes tensors from it
-    that the model lacks. new_rows: a projector's file with rows for new tokens. value_head: None without one.
+    that the model lacks. new_rows: a projector's file with rows for new tokens. value_head: None without one. own: of
+    extensions' modules, by part.
     """
 
     language_model: Source
@@ -297,6 +298,11 @@ class Sources:
     rest_of_tower: Source | None = None
     new_rows: Source | None = None
     value_head: Source | None = None
+    own: Mapping[str, Source] = field(default_factory=dict)
+
+    def of(self, part: str) -> Source | None:
+        """Return the source of a part."""
+        return self.own.get(part) if part.startswith(formats.OWN) else getattr(self, part)
 
     def whole_tower(self) -> Weights:
         """Open the whole tower on disk, including layers that never run and are not built."""

@@ -1,0 +1,206 @@
+"""Load the files of --plugin: each becomes an extension, like a folder of extensions/. Only loaded with the flag."""
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from llava_ds.config.arguments import FLAGS
+from llava_ds.constants import ConfigError, did_you_mean
+from llava_ds.extensions import active
+from llava_ds.extensions.base import Adapter, Extension, ExtensionFlags, MeshPart, ProjectorKind, StatePart
+from llava_ds.extensions.table import EXTENSIONS, Trigger
+
+# Flags of the core to which a plugin adds a value, its own name, through Extension.choices.
+CHOICES = {"mm_projector_type": ProjectorKind}
+# Slots that need an entry in the table, which only a folder has.
+OF_FOLDERS = ("store", "folder", "open_folder", "text")
+CALLED = ("check", "fits", "plan", "open_data", "complete", "module", "objective")
+VALUES = {"adapter": Adapter, "state": StatePart, "mesh": MeshPart}
+NOT_TRIED = "a plugin whose Flags name no needs counts as not tried with this"
+UNTRIED = dict.fromkeys(("whole_matrices", "whole_layers", "whole_sample", "one_model"), NOT_TRIED)
+
+
+def load_named(argv: Sequence[str], recipe: object = None) -> None:
+    """Load the files that a command line names; without any, those of a recipe. Raises ConfigError."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--plugin", nargs="+", action="extend", default=[])
+    try:
+        files = parser.parse_known_args(["--topic" if token in ("-h", "--help") else token for token in argv])[0].plugin
+    except argparse.ArgumentError:
+        raise ConfigError("--plugin needs the path of a Python file") from None
+    load(files or ([] if recipe is None else [str(recipe)]))
+
+
+def load(files: Iterable[str]) -> None:
+    """Load plugins, and forget others that an earlier run in this process had. Raises ConfigError.
+
+    Several paths in a text are separated by commas.
+    """
+    given = [_read(file.strip()) for text in files for file in text.split(",")]
+    for name in active.plugins():
+        if all((EXTENSIONS[name].file, EXTENSIONS[name].digest) != (str(one.path), one.digest) for one in given):
+            _forget(name)
+    for one in dict.fromkeys(given):
+        if (there := EXTENSIONS.get(one.path.stem)) is None:
+            _load(one.path.stem, one)
+        elif there.file != str(one.path):
+            taken = f"two files are named {one.path.name}" if there.digest else "an extension has this name"
+            raise ConfigError(f"--plugin {one.path}: {taken}: rename the file")
+
+
+class _File(NamedTuple):
+    """A plugin's file."""
+
+    path: Path
+    source: bytes
+    digest: str
+
+
+def _read(file: str) -> _File:
+    path = Path(os.path.expanduser(file)).absolute()
+    if not re.fullmatch(r"[a-z][a-z0-9_]*\.py", path.name):
+        raise ConfigError(f"--plugin {file}: name the file in small letters, digits and _, like my_idea.py")
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--plugin {file} can't be read: {error.strerror}: give a Python file") from error
+    return _File(path, source, hashlib.sha256(source).hexdigest())
+
+
+def _forget(name: str) -> None:
+    EXTENSIONS.pop(name, None)
+    for module in ("extension", "flags"):
+        sys.modules.pop(f"llava_ds.extensions.{name}.{module}", None)
+
+
+def _load(name: str, file: _File) -> None:
+    """Run a file, and enter its extension in the table."""
+    where = f"--plugin {file.path}"
+    module = _run(name, file)
+    extension, flags = getattr(module, "extension", None), getattr(module, "Flags", None)
+    if not isinstance(extension, Extension):
+        found = "no value named extension" if extension is None else f"extension = {extension!r:.60}"
+        raise ConfigError(f"{where} has {found}: write extension = Extension(...), as in docs/plugins.md")
+    _check_slots(extension, where)
+    for flag, kind in extension.choices.items():
+        if flag not in CHOICES:
+            known = f"a plugin adds its name to the values of {', '.join(CHOICES)}"
+            raise ConfigError(f"{where}: nothing reads choices of {flag!r}: {did_you_mean(flag, CHOICES, known)}")
+        if not isinstance(kind, CHOICES[flag]):
+            raise ConfigError(
+                f"{where}: choices of {flag!r}: give a value of a class of extensions/base.py's "
+                f"{CHOICES[flag].__name__}"
+            )
+    module.Flags = _flags(name, flags, extension, where)
+    spelled = [
+        word.removeprefix("--")
+        for each in dataclasses.fields(module.Flags)
+        for word in (each.name, *each.metadata.get("aliases", ()), *[f"no_{each.name}"] * (each.default is True))
+    ]
+    _refuse_taken(spelled, where)
+    sys.modules[f"llava_ds.extensions.{name}.flags"] = module
+    EXTENSIONS[name] = Trigger(
+        next(iter((module.__doc__ or "a plugin").strip().splitlines())).rstrip("."),
+        " ".join(spelled),
+        always=True,
+        values={flag: (name,) for flag in extension.choices},
+        file=str(file.path),
+        digest=file.digest,
+    )
+    try:
+        active.flags_class(name)
+        active.active([name])
+    except ConfigError:
+        _forget(name)
+        raise
+
+
+def _check_slots(extension: Extension, where: str) -> None:
+    """Raise ConfigError for a slot with a value that nothing could use."""
+    for slot in OF_FOLDERS:
+        if getattr(extension, slot) is not None:
+            raise ConfigError(f"{where}: nothing calls {slot} of a plugin: it is for folders of llava_ds/extensions")
+    for slot in CALLED:
+        if (value := getattr(extension, slot)) is not None and not callable(value):
+            raise ConfigError(f"{where}: {slot}: give a function with the arguments in extensions/base.py's Extension")
+    for slot, kind in VALUES.items():
+        if (value := getattr(extension, slot)) is not None and not isinstance(value, kind):
+            raise ConfigError(f"{where}: {slot}: give a value of extensions/base.py's {kind.__name__}")
+
+
+def _run(name: str, file: _File) -> ModuleType:
+    """Run a file as a module. Raises ConfigError with the line for anything that ends it."""
+    full, path = f"llava_ds.extensions.{name}.extension", file.path
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(full, path))
+    sys.modules[full] = module
+    try:
+        # Not the loader: it would read the file again, and the digest has to be of the code that runs.
+        exec(compile(file.source, path, "exec"), vars(module))
+    except (Exception, SystemExit) as error:
+        del sys.modules[full]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = error.lineno if isinstance(error, SyntaxError) else (lines or [1])[-1]
+        raise ConfigError(
+            f"--plugin {path} can't be loaded: line {line}: {type(error).__name__}: {error}{_slot_hint(error)}"
+        ) from error
+    return module
+
+
+def _slot_hint(error: BaseException) -> str:
+    """Name the slot that was meant by an unknown one."""
+    found = re.fullmatch(r"Extension\.__init__\(\) got an unexpected keyword argument '(\w+)'.*", str(error))
+    if found is None:
+        return ""
+    known = [field.name for field in dataclasses.fields(Extension)]
+    slots = ", ".join(known)
+    return f": {did_you_mean(found[1], known, f'the slots are {slots}')}"
+
+
+def _flags(name: str, given: object, extension: Extension, where: str) -> type[ExtensionFlags]:
+    """Return the plugin's class of flags, completed."""
+    is_class = isinstance(given, type) and issubclass(given, ExtensionFlags) and dataclasses.is_dataclass(given)
+    if given is not None and not is_class:
+        raise ConfigError(f"{where}: Flags: give a frozen dataclass of extensions/base.py's ExtensionFlags")
+    if given is None:
+        given = dataclasses.make_dataclass("Flags", [], bases=(ExtensionFlags,), frozen=True)
+    for field in dataclasses.fields(given):
+        flag = field.metadata.get("flag")
+        if flag is None or flag.group != name:
+            raise ConfigError(f'{where}: Flags.{field.name}: declare it by a function from flags_of("{name}")')
+    if "needs" not in vars(given):
+        given.needs = UNTRIED
+    if "asked_by" not in vars(given):
+        given.asked_by = functools.partialmethod(_asked_by, where)
+    if extension.module is not None:
+        given.of_model = True
+        given.problems = functools.partialmethod(_problems, given.problems, where)
+    return given
+
+
+def _asked_by(flags: ExtensionFlags, where: str) -> str:
+    given = (name for name, value in vars(flags).items() if value != getattr(type(flags), name))
+    return next((f"--{name} {getattr(flags, name)}" for name in given), where)
+
+
+def _problems(flags: ExtensionFlags, plain: object, where: str, args: object) -> Iterator[str]:
+    """Yield the flags' own problems, and one for adapters: their export has no place for a plugin's module."""
+    yield from plain(flags, args)
+    if adapted := sorted(part for own in args.own.values() for part in own.adapted_parts):
+        yield f"{where} has a module, which the export of an adapter ({', '.join(adapted)}) can't hold: leave one out"
+
+
+def _refuse_taken(names: Iterable[str], where: str) -> None:
+    for name in names:
+        owner = "a flag of the core" if name in FLAGS else f"a flag of {', '.join(active.owners([name]))}"
+        if name in FLAGS or active.owners([name]):
+            raise ConfigError(f"{where}: --{name} is {owner}: give it another name")

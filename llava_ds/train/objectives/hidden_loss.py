@@ -1,0 +1,76 @@
+# T tokens of a pack, n positions of the loss, n0 positions of the objective's own head, D language-model width
+"""A further loss on the language model's hidden states, beside an objective's own. For extensions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from llava_ds.batch import Batch
+from llava_ds.model.heads import Head
+from llava_ds.train.objectives.objective import MicroLoss, Wrapped
+
+Values = Callable[[nn.Module, torch.Tensor, Batch], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class HiddenLoss(Wrapped):
+    """Adds a loss on the last hidden states at some positions, and logs its mean as `name`.
+
+    at: returns the positions of a batch, (n,) in T; values: returns the loss at each, (n,), from the model, the hidden
+    states (n, D) there and the batch; it is called once in every forward pass, also for no positions, and runs
+    modules of the model equally often on every rank. A sample counts as its mean over its positions times its number
+    of supervised tokens: so the step's loss grows by weight times the mean, and does not depend on how samples are
+    packed. The warm-up does not try its memory.
+    """
+
+    name: str
+    weight: float
+    at: Callable[[Batch], torch.Tensor]
+    values: Values
+
+    def forward(self, engine: Callable[[Batch, Head], Any], batch: Batch) -> MicroLoss:
+        """Run the objective with both heads in one forward pass."""
+        terms = []
+
+        def both(batch: Batch, head: Head) -> Any:
+            result, term = engine(batch, _Beside(head, self.at, self.values))
+            terms.append(term)
+            return result
+
+        micro = self.objective.forward(both, batch)
+        term = sum(terms)
+        metrics = {**micro.metrics, self.name: term.detach().double()}
+        return micro._replace(loss_sum=micro.loss_sum + self.weight * term, metrics=metrics)
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """A head, and the sum of a further loss, a float32 scalar."""
+
+    head: Head
+    at: Callable[[Batch], torch.Tensor]
+    values: Values
+    shortens = False
+
+    def positions(self, batch: Batch) -> torch.Tensor:
+        """Return the head's positions, followed by the loss's: (n0 + n,)."""
+        return torch.cat([self.head.positions(batch), self.at(batch)])
+
+    def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> tuple[Any, torch.Tensor]:
+        """Return both results. hidden: (n0 + n, D)."""
+        at = self.at(batch)
+        own = len(hidden) - len(at)
+        result = self.head(model, hidden[:own], batch)
+        return result, sum_by_supervised(self.values(model, hidden[own:], batch).float(), at, batch)
+
+
+def sum_by_supervised(values: torch.Tensor, at: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Sum each sample's mean of values (n,) at positions (n,), times its number of supervised tokens: a scalar."""
+    num_samples = len(batch.cu_seqlens) - 1
+    samples = torch.bucketize(at, batch.cu_seqlens[1:].to(at.dtype), right=True)  # (n,)
+    counts = torch.bincount(samples, minlength=num_samples).clamp(min=1)
+    targets = torch.bincount(batch.target_samples, minlength=num_samples)
+    return (values * (targets / counts).float().index_select(0, samples)).sum()

@@ -1,0 +1,220 @@
+"""--plugin: a file beside the data is an extension, and a slip in it is refused by name."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ds_json import CONFIGS
+
+from llava_ds.config.arguments import every_flag
+from llava_ds.config.parsing import build_parser, parse_arguments
+from llava_ds.config.plugins import load
+from llava_ds.constants import ConfigError
+from llava_ds.extensions.active import active, flags_class, plugins
+from llava_ds.extensions.missing_plugins import refuse_missing
+from llava_ds.extensions.table import EXTENSIONS
+from llava_ds.files.model_files import read_config
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples" / "plugins").glob("*.py"))
+NEEDED = ["--output_dir", "out", "--deepspeed_config", str(CONFIGS / "zero2.json")]
+FLAGS = """
+from dataclasses import dataclass
+from typing import ClassVar
+from llava_ds.config.flags import flags_of
+from llava_ds.extensions.base import *
+_idea, _free = flags_of("idea")
+
+@dataclass(frozen=True)
+class Flags(ExtensionFlags):
+    idea_size: int = _idea(3, "Size of the idea.")
+"""
+WHOLE = FLAGS + "\nextension = Extension()\n"
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_loaded():
+    yield
+    load([])
+    assert not plugins()
+
+
+def write(folder: Path, text: str, name: str = "idea") -> str:
+    file = folder / f"{name}.py"
+    file.write_text(text)
+    return str(file)
+
+
+def parse(*argv: str):
+    return parse_arguments([*argv, *NEEDED])[0]
+
+
+def test_its_flags_are_read_and_a_run_without_it_has_none(tmp_path):
+    file = write(tmp_path, WHOLE)
+    args = parse("--plugin", file, "--idea_size", "5")
+    assert args.own["idea"].idea_size == 5 and args.training.plugin == file
+    assert "idea" in active(args.own).extensions and "idea_size" in every_flag()
+    assert "idea" not in parse().own
+    assert "idea_size" not in every_flag()
+    assert parse("--plugin", file).own["idea"].idea_size == 3  # it acts without a flag of its own
+
+
+def test_several_files_and_those_of_a_recipe(tmp_path):
+    one, two = (
+        write(tmp_path, WHOLE),
+        write(tmp_path, "from llava_ds.extensions.base import *\nextension = Extension()", "two"),
+    )
+    for given in (["--plugin", one, two], ["--plugin", one, "--plugin", two], [f"--plugin={one},{two}"]):
+        assert parse(*given).training.plugin == f"{one},{two}"
+        assert [*plugins()] == ["idea", "two"]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"plugin: {one}\nidea_size: 7\n")
+    assert parse("--recipe", str(recipe)).own["idea"].idea_size == 7
+
+
+def test_help_has_its_flags(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse("--plugin", write(tmp_path, '"""An idea of mine."""\n' + WHOLE), "--help", "idea")
+    shown = capsys.readouterr().out
+    assert "idea: An idea of mine:" in shown and "--idea_size" in shown and "--learning_rate" not in shown
+    assert "--idea_size" in build_parser().format_help("all")
+
+
+def test_a_misspelled_flag_of_it_gets_a_hint(tmp_path):
+    with pytest.raises(ConfigError, match="unknown flag --idea_sizes: did you mean --idea_size"):
+        parse("--plugin", write(tmp_path, WHOLE), "--idea_sizes", "5")
+
+
+GIVE = "give a function with the arguments in"
+CLASS = "class Own({base}):\n    def {method}(self): ...\n"
+
+
+def with_slots(slots: str) -> str:
+    return f"{FLAGS}\nextension = Extension({slots})\n"
+
+
+def with_class(base: str, method: str, slot: str) -> str:
+    return FLAGS + CLASS.format(base=base, method=method) + f"extension = Extension({slot})\n"
+
+
+BROKEN = {
+    "import nothing_here": "can't be loaded: line 1: ModuleNotFoundError: No module named 'nothing_here'",
+    "x = (": "can't be loaded: line 1: SyntaxError: '(' was never closed",
+    "\nraise SystemExit(3)": "can't be loaded: line 2: SystemExit: 3",
+    "x = 1": "has no value named extension: write extension = Extension(...)",
+    "extension = 3": "has extension = 3: write",
+    with_slots("hoks=()"): "unexpected keyword argument 'hoks': did you mean hooks",
+    with_slots("zzz=1"): "'zzz': the slots are check, fits, plan, choices",
+    **{
+        with_slots(f"{slot}=1"): f"idea.py: {slot}: {GIVE}"
+        for slot in ("check", "fits", "plan", "open_data", "complete", "module", "objective")
+    },
+    with_slots("wrap=1"): "idea.py: int: give a value of a class of extensions/base.py's Wrap",
+    with_slots("adapter=1"): "idea.py: adapter: give a value of extensions/base.py's Adapter",
+    with_slots("state=1"): "idea.py: state: give a value of extensions/base.py's StatePart",
+    with_slots("mesh=1"): "idea.py: mesh: give a value of extensions/base.py's MeshPart",
+    with_slots("part=1"): "idea.py: part: give a class of extensions/base.py's SessionPart",
+    with_slots("hooks=((Phase.LOG, int),)"): "idea.py: int: give a Phase and a class of",
+    **{
+        with_slots(f"{slot}=print"): f"nothing calls {slot} of a plugin"
+        for slot in ("store", "folder", "open_folder", "text")
+    },
+    with_slots("choices={'mm_projector': 1}"): "'mm_projector': did you mean mm_projector_type",
+    with_slots("choices={'mm_projector_type': 1}"): "a value of a class of extensions/base.py's ProjectorKind",
+    with_class("SessionPart", "build", "part=Own"): "Own: nothing reads build: did you mean built",
+    with_class("Wrap", "fill", "wrap=Own()"): "Own: nothing reads fill: did you mean filled",
+    with_class("Hook", "after_steps", "hooks=((Phase.LOG, Own),)"): "reads after_steps: did you mean after_step",
+    WHOLE + "Flags.needz = {}": "Flags: nothing reads needz: did you mean needs",
+    WHOLE + "Flags.needs = {'whole': ''}": "unknown property 'whole': did you mean whole_",
+    WHOLE + "class Flags: ...": "Flags: give a frozen dataclass of extensions/base.py's ExtensionFlags",
+    WHOLE.replace('flags_of("idea")', 'flags_of("run")'): 'Flags.idea_size: declare it by a function from flags_of("id',
+    WHOLE.replace("idea_size", "learning_rate"): "--learning_rate is a flag of the core: give it another name",
+    WHOLE.replace("idea_size", "ema_decay"): "--ema_decay is a flag of ema: give it another name",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
+def test_a_broken_file_is_refused_with_the_reason(tmp_path, text):
+    if "ema_decay" in text and "ema" not in EXTENSIONS:
+        pytest.skip("there is no extension ema")
+    with pytest.raises(ConfigError) as caught:
+        parse("--plugin", write(tmp_path, text))
+    assert BROKEN[text] in str(caught.value)
+    assert not plugins()
+
+
+def test_a_file_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"no.py can't be read: No such file or directory"):
+        parse("--plugin", str(tmp_path / "no.py"))
+    with pytest.raises(ConfigError, match="name the file in small letters"):
+        parse("--plugin", write(tmp_path, WHOLE, "my-idea"))
+    with pytest.raises(ConfigError, match="an extension has this name: rename the file"):
+        parse("--plugin", write(tmp_path, WHOLE, "lora"))
+    (tmp_path / "b").mkdir()
+    with pytest.raises(ConfigError, match=r"two files are named idea.py"):
+        parse("--plugin", write(tmp_path, WHOLE), write(tmp_path / "b", WHOLE + "#"))
+    with pytest.raises(ConfigError, match="--plugin needs the path of a Python file"):
+        parse("--plugin")
+
+
+def test_it_counts_as_untried_with_an_axis_unless_it_says_so(tmp_path):
+    file = write(tmp_path, WHOLE)
+    for flag in [name for name in ("tensor_parallel", "sequence_parallel") if name in EXTENSIONS]:
+        with pytest.raises(ConfigError, match=f"idea.py needs .*name no needs.*--{flag}_size 2"):
+            parse("--plugin", file, f"--{flag}_size", "2")
+    load([write(tmp_path, WHOLE.replace("    idea_size", "    needs: ClassVar = {}\n    idea_size"))])
+    assert flags_class("idea").needs == {}
+
+
+def test_a_module_and_an_adapter_are_refused(tmp_path):
+    if "lora" not in EXTENSIONS:
+        pytest.skip("there is no extension lora")
+    file = write(tmp_path, FLAGS + "extension = Extension(module=print)")
+    with pytest.raises(ConfigError, match=r"has a module, which the export of an adapter .* can't hold"):
+        parse("--plugin", file, "--lora_enable", "True")
+
+
+def test_a_model_that_names_a_plugin_is_opened_with_it_only(tmp_path, capsys):
+    file = write(tmp_path, WHOLE)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "llava", "llava_ds_plugin": {"idea": "0" * 64}}))
+    with pytest.raises(ConfigError, match=r"--model_path x was trained with a plugin, idea.py \(sha256 0{12}\): give"):
+        read_config(config, "--model_path x")
+    load([file])
+    for _ in range(2):
+        read_config(config, "--model_path x")
+    assert capsys.readouterr().err.count("--model_path x was trained with another idea.py (sha256 000000000000") == 1
+    refuse_missing(plugins(), "here")
+    assert not capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"llava_ds_plugin in config.json is not names"):
+        refuse_missing(["idea"], "here")
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_an_example_is_short_and_names_its_paper(file):
+    text = file.read_text()
+    assert len(text.splitlines()) <= 150 and "(arXiv 2" in text.split('"""')[1]
+    load([str(file)])
+    assert [*plugins()] == [file.stem]
+
+
+def test_without_the_flag_no_line_of_it_is_loaded():
+    code = "import sys; import llava_ds.config.parsing as p; p.parse_arguments(sys.argv[1:]); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *NEEDED], capture_output=True, text=True, check=True)
+    assert "llava_ds.config.parsing" in done.stdout
+    assert not [name for name in done.stdout.split() if "plugins" in name or "examples" in name]
+
+
+@pytest.mark.parametrize("script", ["train", "rl", "evaluate", "chat", "export", "inspect_data", "estimate"])
+def test_every_script_takes_it(tmp_path, script):
+    path = ROOT / "run" / f"{script}.py"
+    if not path.exists():
+        pytest.skip("deleted with its extension")
+    words = ["SOURCE"] if script == "export" else []
+    done = subprocess.run(
+        [sys.executable, str(path), *words, "--plugin", write(tmp_path, "1 / 0")], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "idea.py can't be loaded: line 1: ZeroDivisionError" in done.stderr
+    assert "Traceback" not in done.stderr

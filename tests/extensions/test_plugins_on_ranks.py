@@ -1,0 +1,141 @@
+"""The examples of --plugin train: on one rank and two, packed as unpacked, resumed as whole, and exported."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import toys
+from launching import ds_config, launch, losses, run_many, toy_run
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+PLUGINS = ROOT / "examples" / "plugins"
+STEPS, SAVED = 4, 2
+FLAGS = {
+    "max_steps": STEPS,
+    "save_strategy": "steps",
+    "save_steps": SAVED,
+    "report_to": "none",
+    "weight_decay": 0.0,
+    "warmup_ratio": 0.0,
+    "lr_scheduler_type": "constant",
+}
+PLACES = {"once": (1, 0), "unpacked": (1, 0), "packed": (1, 0), "zero2": (2, 2), "zero3": (2, 3)}
+
+
+def flags_of(name: str, given: dict[str, str]) -> dict[str, object]:
+    """The flags of an example."""
+    own = {
+        "token_packer": {"mm_projector_type": "token_packer:3", "mm_spatial_pool_stride": 1},
+        "prumerge": {"mm_projector_type": "prumerge:3", "mm_spatial_pool_stride": 1},
+        "ross": {"ross_weight": 0.5, "ross_learning_rate": 1e-3},
+        "viral": {"viral_encoder": given["vision_tower"], "viral_weight": 0.5},
+    }[name]
+    return {"plugin": PLUGINS / f"{name}.py", **own}
+
+
+MODULES = {"ross", "viral"}  # examples with a module
+NUMBERS = {"ross": "ross", "viral": "viral"}
+# Only the first is tried in make test; the others are of the same kinds.
+EXAMPLES = [
+    name if name in ("token_packer", "ross") else pytest.param(name, marks=pytest.mark.full)
+    for name in ("token_packer", "ross", "prumerge", "viral")
+]
+
+
+def test_every_example_is_here():
+    names = [getattr(each, "values", (each,))[0] for each in EXAMPLES]
+    assert sorted(names) == sorted(file.stem for file in PLUGINS.glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("given")
+    return {**toys.write_base(folder / "base"), **toys.write_data(folder / "data", "iitiitii")}
+
+
+@pytest.fixture(scope="module", params=EXAMPLES)
+def runs(request, given, tmp_path_factory) -> tuple[str, Path]:
+    """The example's name, and the folder of its runs."""
+    name = request.param
+    folder = tmp_path_factory.mktemp(name)
+    own = {**FLAGS, **flags_of(name, given)}
+    packed, unpacked = {"tokens_per_micro_batch": 2000}, {"per_device_train_batch_size": 1}
+    layouts = {"unpacked": unpacked, "once": {**unpacked, "max_steps": 1}}
+
+    def todo(run: str, stage: int) -> dict[str, object]:
+        return toy_run(given, folder / run, ds_config(stage), **own | layouts.get(run, packed))
+
+    for ranks in (1, 2):
+        here = {run: stage for run, (number, stage) in PLACES.items() if number == ranks}
+        run_many(ranks, folder / f"launch-{ranks}", [todo(run, stage) for run, stage in here.items()])
+    # As if the run had been killed after its first checkpoint.
+    shutil.copytree(folder / "zero3" / f"checkpoint-{SAVED}", folder / "resumed" / f"checkpoint-{SAVED}")
+    run_many(2, folder / "launch-again", [todo("resumed", 3)])
+    return name, folder
+
+
+def weights(run: Path) -> dict:
+    return {file.name: load_file(file) for file in run.glob("*.safetensors")}
+
+
+def test_packed_is_unpacked_and_every_stage_is_the_same(runs):
+    name, folder = runs
+    for run in ("packed", "zero2", "zero3"):
+        assert losses(folder / run) == pytest.approx(losses(folder / "unpacked"), rel=1e-5)
+        for number in ("grad_norm", *([NUMBERS[name]] if name in NUMBERS else [])):
+            assert logged(folder / run, number) == pytest.approx(logged(folder / "unpacked", number), rel=1e-4)
+    assert all(map(math.isfinite, losses(folder / "unpacked")))
+
+
+def logged(run: Path, name: str) -> list[float]:
+    return [json.loads(line)[name] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_its_own_loss_falls(runs):
+    name, folder = runs
+    if name not in NUMBERS:
+        pytest.skip("it changes no loss")
+    first, *_, last = logged(folder / "unpacked", NUMBERS[name])
+    assert last < first
+
+
+def test_a_resumed_run_ends_in_the_same_model(runs):
+    _, folder = runs
+    whole, again = weights(folder / "zero3"), weights(folder / "resumed")
+    assert whole.keys() == again.keys() and losses(folder / "resumed") == losses(folder / "zero3")[SAVED:]
+    assert all(tensor.equal(again[file][key]) for file, each in whole.items() for key, tensor in each.items())
+
+
+def test_every_weight_of_it_learns(runs):
+    name, folder = runs
+    first, last = (own_weights(folder / run, name) for run in ("once", "unpacked"))
+    assert first.keys() == last.keys() and first
+    assert [key for key, tensor in first.items() if tensor.equal(last[key])] == []
+
+
+def own_weights(run: Path, name: str) -> dict:
+    """The tensors of an example's module, or of its projector."""
+    files = weights(run)
+    if name in MODULES:
+        return files[f"own_{name}.safetensors"]
+    return {key: tensor for key, tensor in files["model.safetensors"].items() if "mm_projector.own." in key}
+
+
+def test_the_export_names_it(runs):
+    name, folder = runs
+    config = json.loads((folder / "unpacked" / "config.json").read_text())
+    assert config["llava_ds_plugin"].keys() == {name}
+    assert f"| `--plugin {name}.py` | sha256 " in (folder / "unpacked" / "README.md").read_text()
+
+
+@pytest.mark.full
+def test_the_export_answers_with_it_and_only_with_it(runs, tmp_path):
+    name, folder = runs
+    ask = ("--model_path", str(folder / "zero3"), "--question", "Which?", "--max_new_tokens", "2", "--quiet")
+    refused = launch(1, ROOT / "run" / "chat.py", *ask)
+    assert f"was trained with a plugin, {name}.py" in refused.stderr
+    answered = launch(1, ROOT / "run" / "chat.py", *ask, "--plugin", str(PLUGINS / f"{name}.py"))
+    assert answered.returncode == 0, answered.stderr
