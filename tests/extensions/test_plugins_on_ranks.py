@@ -2,13 +2,17 @@
 
 import json
 import math
+import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import toys
-from launching import ds_config, launch, losses, run_many, toy_run
+from launching import ds_config, environment, launch, losses, run_many, toy_run
 from safetensors.torch import load_file
+
+from llava_ds.runtime.launchers import free_port
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = ROOT / "examples" / "plugins"
@@ -139,3 +143,22 @@ def test_the_export_answers_with_it_and_only_with_it(runs, tmp_path):
     assert f"was trained with a plugin, {name}.py" in refused.stderr
     answered = launch(1, ROOT / "run" / "chat.py", *ask, "--plugin", str(PLUGINS / f"{name}.py"))
     assert answered.returncode == 0, answered.stderr
+
+
+@pytest.mark.full
+def test_the_commands_of_the_page_work(tmp_path):
+    page = (ROOT / "docs" / "plugins.md").read_text()
+    code, commands = (re.search(rf"^```{kind}\n(.*?)^```", page, re.S | re.M)[1] for kind in ("python", "bash"))
+    assert len(code.splitlines()) < 20
+    (tmp_path / "my_idea.py").write_text(code)
+    for name in ("run", "ds_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    short = {"train.py": " --max_steps 2 --eval_strategy no", "evaluate.py": " --limit 2"}
+    cache = f" --cache_dir {tmp_path / 'cache'}"
+    for line in commands.splitlines():
+        words = line + next(more for script, more in short.items() if script in line) + cache
+        words = words.replace("deepspeed run", f"deepspeed --num_accelerators 1 --master_port {free_port()} run")
+        done = subprocess.run(words.split(), cwd=tmp_path, env=environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    config = json.loads((tmp_path / "output" / "my_idea" / "config.json").read_text())
+    assert config["mm_projector_type"] == "my_idea"
