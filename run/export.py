@@ -72,8 +72,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="average the weights of the checkpoint in SOURCE and the N - 1 before it",
     )
     add("--version", help="conversation template of a model folder that has none in its settings")
-    _add_rows(add)
-    add_plugin_flag(add)
+    _add_more(add)
     add(
         "--overwrite",
         action="store_true",
@@ -85,7 +84,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def _add_rows(add: Callable[..., object]) -> None:
+def _add_more(add: Callable[..., object]) -> None:
     add(
         "--resize_token_embeddings",
         action="store_true",
@@ -94,6 +93,7 @@ def _add_rows(add: Callable[..., object]) -> None:
         "mean of the others",
     )
     add("--pad_embeddings_to_multiple_of", type=number(Count), help="round the number of rows up to a multiple of this")
+    add_plugin_flag(add)
 
 
 if __name__ == "__main__":
