@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 119,
-    "imported lines": 18810,
+    "imported lines": 18939,
     "files at the end": 205,
     "lines at the end": 29845,
     "feature words": 57,
-    "kernel files": 39,
-    "kernel lines": 5740,
-    "all lines": 71350,
+    "kernel files": 40,
+    "kernel lines": 5844,
+    "all lines": 71820,
 }
 
 # What one reads to understand training.
