@@ -72,8 +72,10 @@ class MediaLayout:
         return (Grid(*self.cells, in_row, self.interval),) * (self.moments // in_row)
 
     def with_moments(self, moments: int) -> "MediaLayout":
-        """Return the layout of this many of a video's moments, without text: the input of a tower that takes whole
-        images."""
+        """Return the layout for a number of the video's moments (groups of frames), without text between them.
+
+        Only a tower's input has that form: the moments that one sequence-parallel rank needs.
+        """
         n, tokens = (moments * (count // self.moments) for count in (self.num_tiles, self.num_tokens))
         return dataclasses.replace(self, num_tiles=n, num_tokens=tokens, moments=moments, text=None)
 

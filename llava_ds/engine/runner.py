@@ -12,9 +12,13 @@ Forward = Callable[[Any, Batch], Any]  # (model or its engine, micro-batch) -> r
 
 
 class Runner(Protocol):
-    """Runs micro-batches through the engine's model. Every method is collective."""
+    """Runs micro-batches through the engine's model. Every method is collective.
+
+    every_rank_sees: False if some ranks get no results.
+    """
 
     engine: deepspeed.DeepSpeedEngine
+    every_rank_sees: bool
 
     def train(
         self, batches: Sequence[Batch], forward: Forward, loss_of: Callable[[int, Any], tuple[torch.Tensor, Any]]
@@ -48,6 +52,8 @@ class Runner(Protocol):
 
 class Direct:
     """The runner of a rank with the whole model (except ZeRO's sharding). engine: for `forward`, the model will do."""
+
+    every_rank_sees = True
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine

@@ -63,7 +63,7 @@ class Base(NamedTuple):
     """The model that an adapter is opened over. hold: sets its weights to those that the adapter trained over."""
 
     folder: Path
-    hold: Callable[[torch.nn.Module], None]
+    hold: Callable[[torch.nn.Module, Deadline], None]
 
 
 @torch.no_grad()
@@ -93,7 +93,7 @@ def compare_reloaded(
     if base is not None:
         from peft import PeftModel
 
-        base.hold(reloaded)
+        base.hold(reloaded, deadline)
         with warnings.catch_warnings():  # as in lora/adapter_export.py
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             reloaded = PeftModel.from_pretrained(reloaded, output_dir).merge_and_unload()

@@ -56,8 +56,8 @@ class Architecture(Protocol):
     def problems(self, args: "Arguments", kind: str) -> list[str]:
         """Return a line for every flag that conflicts with the model. kind: its description in messages."""
 
-    def sharing_problems(self, args: "Arguments") -> list[str]:
-        """Return a line for every conflict with sharding the model over ranks, by flags or by the DeepSpeed JSON."""
+    def expert_problems(self, args: "Arguments") -> list[str]:
+        """Return a line for every feature that puts experts into the model, by flags or by the DeepSpeed JSON."""
 
     def try_out(self, plan: "ModelPlan", images: "ImageOptions", cache_dir: str) -> str:
         """Compare a small copy with transformers' class. Returns a line. Raises ConfigError if they differ."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from llava_ds.engine.warm_up import NewEngine
     from llava_ds.export.bit_check import Written
     from llava_ds.export.export_plan import ExportPlan
+    from llava_ds.export.layer_by_layer import Deadline
     from llava_ds.export.tensors import Entry
     from llava_ds.extensions.architecture import Architecture
     from llava_ds.model.llava import LlavaModel
@@ -465,9 +466,9 @@ class Adapter:
         """Open the folder, and compare its logits (T, V) with the trained model's, like compare_logits."""
         raise NotImplementedError
 
-    def hold(self, export: "ExportPlan", base: "nn.Module") -> None:
+    def hold(self, export: "ExportPlan", base: "nn.Module", deadline: "Deadline") -> None:
         """Change the weights of transformers' class, opened from the base's folder, to those that the adapter trained
-        over."""
+        over. Raises NotCompared if time or memory run out."""
 
     def merged(
         self, trained: "list[Entry]", base: "list[Entry]", export: "ExportPlan", checkpoint: Path

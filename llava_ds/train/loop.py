@@ -12,7 +12,7 @@ from llava_ds.engine.runner import Runner
 from llava_ds.extensions.base import Hook, StepEnd
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.waiting import queuing
-from llava_ds.train.objectives.objective import MicroLoss, Objective, unseen
+from llava_ds.train.objectives.objective import MicroLoss, Objective, check_metrics, unseen
 from llava_ds.train.session import Session
 from llava_ds.train.state import StepResult, TrainState
 
@@ -111,6 +111,8 @@ def micro_steps(runner: Runner, window: Window, counts: torch.Tensor, objective:
         return micro.loss_sum * scales[i].float(), micro._replace(loss_sum=None)
 
     done = runner.train(window.batches, objective.forward, loss_of)
+    if not runner.every_rank_sees:
+        check_metrics(objective, done)
     if not done:  # another rank has the results
         done = [unseen(objective, runner.engine.device)] * len(scales)
     by_source = runner.agree(torch.stack([micro.by_source for micro in done]))  # (micro-batches, 2, sources)

@@ -203,8 +203,8 @@ def make_plan(start: Start) -> Plan:
 def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     """Plan the model and the format of its export."""
     model = plan_model(args.model, args.data.model_max_length, args.traits.scores)
-    if model.architecture is not None and (shared := model.architecture.sharing_problems(args)):  # also from the JSON
-        raise ConfigError("\n".join(shared))
+    if model.architecture is not None and (lines := model.architecture.expert_problems(args)):  # also from the JSON
+        raise ConfigError("\n".join(lines))
     if lines := clashes(features(args)):  # includes flags from the JSON and from the model's folder
         raise ConfigError("\n".join(lines))
     check_model(args, model.text_config)

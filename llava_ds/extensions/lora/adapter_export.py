@@ -215,12 +215,18 @@ def compare_reloaded_adapter(output_dir: Path, export: ExportPlan, batch: Batch,
 
 
 @torch.no_grad()
-def hold_packed(export: ExportPlan, base: nn.Module) -> None:
-    """Replace the weights of transformers' class that --bits packs by their dequantised ones."""
+def hold_packed(export: ExportPlan, base: nn.Module, deadline: Deadline) -> None:
+    """Replace the weights of transformers' class that --bits packs by their dequantised ones.
+
+    They are no longer mapped from their files. Raises NotCompared if time or memory run out.
+    """
     with torch.device("meta"):
         language_model = AutoModelForCausalLM.from_config(export.model.text_config)
-    for name in lora.linear_names(language_model):
-        weight = base.get_submodule(layout_of(export).of_module(formats.LANGUAGE_MODEL + name)).weight
+    names = [layout_of(export).of_module(formats.LANGUAGE_MODEL + n) for n in lora.linear_names(language_model)]
+    weights = [base.get_submodule(name).weight for name in names]
+    check_room(sum(weight.nbytes for weight in weights))
+    for done, weight in enumerate(weights):
+        deadline.check(done, len(weights), weight.device)
         weight.copy_(quantize.quantize_and_back(weight.detach(), own(export.args)))
 
 

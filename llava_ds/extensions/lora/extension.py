@@ -15,6 +15,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.engine.construct import Build
 from llava_ds.export.bit_check import Written
 from llava_ds.export.export_plan import ExportPlan
+from llava_ds.export.layer_by_layer import Deadline
 from llava_ds.export.tensors import Entry
 from llava_ds.extensions.architecture import Architecture
 from llava_ds.extensions.base import Adapter, Extension, StatePart, Wrap
@@ -127,11 +128,11 @@ class Export(Adapter):
 
         return compare_reloaded_adapter(folder, export, batch, logits)
 
-    def hold(self, export: ExportPlan, base: nn.Module) -> None:
+    def hold(self, export: ExportPlan, base: nn.Module, deadline: Deadline) -> None:
         if own(export.args).packs:
             from llava_ds.extensions.lora.adapter_export import hold_packed
 
-            hold_packed(export, base)
+            hold_packed(export, base, deadline)
 
     def merged(self, trained: list[Entry], base: list[Entry], export: ExportPlan, checkpoint: Path) -> list[Entry]:
         from llava_ds.extensions.lora.adapter_export import merged_entries

@@ -176,6 +176,8 @@ def _sum_norm_of_zero(optimizer: DeepSpeedZeroOptimizer, mesh: Mesh) -> None:
 class Pipelined:
     """The runner of a rank with a pipeline stage. Only the last stage has results."""
 
+    every_rank_sees = False
+
     def __init__(self, engine) -> None:
         self.engine, self.stage = engine, stage_of(engine)
 
@@ -231,7 +233,7 @@ def forward_and_backward(
     neighbours = _Neighbours(stage, engine.device)
     number, ahead = len(batches), min(stage.size - 1 - stage.index, len(batches))
     waiting: deque[tuple[torch.Tensor | None, Any]] = deque()  # input and output of micro-batches before their backward
-    found = []
+    found, tied = [], _TiedGradient(engine) if stage.is_last and stage.tied_rows else None
 
     def forward_one(i: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
         batch = _with_hidden(batches[i], None if hidden is None else hidden.requires_grad_())
@@ -252,6 +254,8 @@ def forward_and_backward(
         if stage.is_first and stage.tied_rows and i == number - 1:
             loss = loss + _tied_gradient(engine)
         engine.backward(loss, scale_wrt_gas=False)
+        if tied is not None:
+            tied.add()
         return None if hidden is None else hidden.grad
 
     for i in range(ahead):
@@ -267,16 +271,17 @@ def forward_and_backward(
     for i in range(number - ahead, number):
         _, gradient = neighbours.exchange(wants_after=_shape(batches[i], stage))
         neighbours.exchange(before=backward_one(i, gradient))
-    if stage.is_last and stage.tied_rows:
-        _send_tied_gradient(engine)
+    if tied is not None:
+        tied.send(stage)
     return found
 
 
 def refresh_tied(model: nn.Module, device: torch.device) -> None:
-    """Copy the embedding to the last stage if it is the output layer: before each step, and before each forward pass
-    without backward, because weights change in many ways between them.
-    """
+    """Copy the embedding to the last stage if it is the output layer: before each step, and once in eval mode."""
     stage = model.stage
+    if model.tied_copy.is_fresh and not model.training:
+        return
+    model.tied_copy.is_fresh = True
     if stage.tied_rows and stage.is_first:
         _move(torch.distributed.isend, _embedding(model).detach(), stage, stage.size - 1)
     if stage.tied_rows and stage.is_last:
@@ -291,20 +296,42 @@ def _embedding(model: nn.Module) -> nn.Parameter:
     return model.language_model.get_input_embeddings().weight
 
 
-def _send_tied_gradient(engine) -> None:
-    """Send the gradient of the output layer, summed over the step's micro-batches, to the first stage."""
-    weight = engine.module.language_model.get_output_embeddings().weight
-    gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad  # None: the head does not use it
-    weight.grad = None
-    _move(torch.distributed.isend, gradient, stage_of(engine), 0)
+class _TiedGradient:
+    """The gradient of the last stage's output layer, a sum over micro-batches in data_types.grad_accum_dtype.
+
+    The first stage rounds the sum once to the weights' dtype, as it rounds the embedding's of each micro-batch.
+    """
+
+    def __init__(self, engine) -> None:
+        self._weight = engine.module.language_model.get_output_embeddings().weight
+        self._dtype = _accumulation_dtype(engine, self._weight)
+        self._sum: torch.Tensor | None = None
+
+    def add(self) -> None:
+        """Add the gradient of the micro-batch that was last through its backward."""
+        gradient, self._weight.grad = self._weight.grad, None
+        if gradient is not None and self._sum is not None:
+            self._sum += gradient
+        elif gradient is not None:
+            self._sum = gradient.to(self._dtype)
+
+    def send(self, stage: Stage) -> None:
+        """Send the sum to the first stage; zeros if the head does not use the output layer."""
+        gradient = torch.zeros_like(self._weight, dtype=self._dtype) if self._sum is None else self._sum
+        _move(torch.distributed.isend, gradient, stage, 0)
+
+
+def _accumulation_dtype(engine, weight: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which DeepSpeed sums a weight's gradients over micro-batches, at least the weight's."""
+    return torch.promote_types(weight.dtype, engine.get_data_types()[1])
 
 
 def _tied_gradient(engine) -> torch.Tensor:
     """Return a scalar whose backward adds the output layer's gradient to the embedding's."""
     stage, weight = stage_of(engine), _embedding(engine.module)
-    gradient = torch.empty_like(weight, requires_grad=False)
+    gradient = torch.empty_like(weight, dtype=_accumulation_dtype(engine, weight), requires_grad=False)
     _move(torch.distributed.irecv, gradient, stage, stage.size - 1)
-    return backward_from(weight, gradient)
+    return backward_from(weight, gradient.to(weight.dtype))
 
 
 def _move(operation: Callable, tensor: torch.Tensor, stage: Stage, other: int) -> None:

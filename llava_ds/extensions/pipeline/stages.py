@@ -31,8 +31,8 @@ HIDDEN = "hidden"  # in Batch.extra: the hidden states (1, T, D) from the previo
 class Stage:
     """A rank's stage, number `index` of `size`.
 
-    group: the ranks of one pipeline, in stage order; width: D; dtype: of the tensors sent between stages; tied_rows: of
-    an output layer that is the embedding, 0 for others.
+    group: the ranks of one pipeline, in stage order; width: D; dtype: of the tensors sent between stages; tied_rows:
+    the number of rows (vocabulary) of an output layer that is the embedding, 0 for any other output layer.
     """
 
     index: int
@@ -63,6 +63,21 @@ class _Elsewhere(nn.Module):
 
     def forward(self, hidden: torch.Tensor, *_, **__) -> torch.Tensor:
         return hidden
+
+
+class TiedCopy(nn.Module):
+    """The state of the last stage's copy of the embedding; every stage has one and keeps it alike.
+
+    is_fresh: the copy has the embedding's weights. Weights don't change while a model stays in eval mode, so a change
+    of mode makes it stale.
+    """
+
+    is_fresh = False
+
+    def train(self, mode: bool = True) -> "TiedCopy":
+        """Set the mode, and mark the copy as stale."""
+        self.is_fresh = False
+        return super().train(mode)
 
 
 def owners(model: nn.Module, flops: ModelFlops, tower: TowerPlan, size: int) -> tuple[list[int], dict[str, int]]:
@@ -122,6 +137,7 @@ def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.dis
     rows, width = output.weight.shape
     is_tied = output.weight is model.language_model.get_input_embeddings().weight
     model.stage = Stage(index, len(counts), group, width, output.weight.dtype, rows if is_tied else 0)
+    model.tied_copy = TiedCopy()
     for n in range(len(layers)):
         if not begin <= n < begin + counts[index]:
             layers[n] = _Elsewhere()

@@ -16,7 +16,7 @@ from llava_ds.export.tensors import Entry
 from llava_ds.extensions.ready import outer_inputs
 from llava_ds.extensions.ready.family import ReadyModel
 from llava_ds.extensions.ready.ready_vision import ReadyVision, plan_vision
-from llava_ds.extensions.ready.refusals import ready_problems, sharing_problems
+from llava_ds.extensions.ready.refusals import expert_problems, ready_problems
 from llava_ds.extensions.ready.tensor_names import ReadyNames
 from llava_ds.files.processor_files import processor_template
 from llava_ds.geometry import ImageOptions
@@ -65,9 +65,9 @@ class ReadyArchitecture(ReadyModel):
         """Return a line for every flag that conflicts with the model."""
         return ready_problems(args, kind)
 
-    def sharing_problems(self, args: Arguments) -> list[str]:
+    def expert_problems(self, args: Arguments) -> list[str]:
         """Return a line for every feature that puts experts into the model."""
-        return sharing_problems(args)
+        return expert_problems(args)
 
     def try_out(self, plan: ModelPlan, images: ImageOptions, cache_dir: str) -> str:
         """Compare a small copy with transformers' class."""

@@ -85,13 +85,14 @@ class ReadyFamily:
     folder's files give it. build_tower: from the vision model's configuration; text_models: classes of language models
     for which transformers has no causal language model, or none that keeps samples apart; has_image_blocks: True for a
     complete configuration in which tokens of one image attend to each other (ImageBlocks); blocks_need_windows: only in
-    layers with a window; fed_layers: from the complete configuration, the K - 1 above, by default 0; casts_pixels:
-    False if its vision model computes with fp32 pixels before its first layer; videos: from the complete configuration,
-    the tiling, the settings of image and video processor, and the tokenizer, returns a VideoRule, or raises ValueError
-    with the reason why its videos can't be read; beside: prefixes of parts that images don't use; they are exported
-    unchanged; prompt_mask: returns the attention_mask of transformers' language model for prompts; is_flat: True if
-    config.json may contain the language model's settings at its top level; shrink, prompt_mask, tower_widths: see the
-    functions of these names; boxes: the format of boxes and points in its training.
+    layers with a window; fed_layers: from the complete configuration, the number K - 1 of first layers after which
+    features are added, by default 0; casts_pixels: False if its vision model computes with fp32 pixels before its first
+    layer; videos: from the complete configuration, the tiling, the settings of image and video processor, and the
+    tokenizer, returns a VideoRule, or raises ValueError with the reason why its videos can't be read; beside: prefixes
+    of parts that images don't use; they are exported unchanged; prompt_mask: returns the attention_mask of
+    transformers' language model for prompts; is_flat: True if config.json may contain the language model's settings at
+    its top level; shrink, prompt_mask, tower_widths: see the functions of these names; boxes: the format of boxes and
+    points in its training.
     """
 
     name: str

@@ -16,7 +16,7 @@ def ready_problems(args: Arguments, kind: str) -> list[str]:
     """Return a line for every flag that a ready model ignores, and for every feature without support yet."""
     given = [name for name in COMPOSING_FLAGS if name in args.given and name != "version"]
     given += ["version"] * ("version" in args.given and args.model.version != "processor")
-    problems = sharing_problems(args)
+    problems = expert_problems(args)
     if given:
         problems.append(
             f"{', '.join(f'--{name}' for name in given)}: {kind} has its own files on how images and conversations are "
@@ -25,7 +25,7 @@ def ready_problems(args: Arguments, kind: str) -> list[str]:
     return problems
 
 
-def sharing_problems(args: Arguments) -> list[str]:
+def expert_problems(args: Arguments) -> list[str]:
     """Return a line for every feature that puts experts into the model."""
     needs = {"routerless_mlps": "others are not tried with it"}
     return clashes([*features(args), Feature("a ready model", needs)])

@@ -93,7 +93,11 @@ def _tiles_at(whole: Batch, rows: torch.Tensor, patches: int) -> torch.Tensor:
 
 
 def _whole_images(tiles: torch.Tensor, layouts: Sequence[MediaLayout]) -> tuple[torch.Tensor, list[MediaLayout]]:
-    """Add the other tiles of their images and of their moments of videos. Returns all, and the layouts of these."""
+    """Extend a rank's tiles to whole images, and to whole moments (groups of frames) of videos.
+
+    tiles: the numbers of those that the rank needs, ascending; layouts: of the batch's images and videos, in order.
+    Returns the numbers of the tiles that the rank's tower takes, and the layouts of these images and moments.
+    """
     needed, found, shown, first = set(tiles.tolist()), [], [], 0
     for layout in layouts:
         step = layout.num_tiles // layout.moments

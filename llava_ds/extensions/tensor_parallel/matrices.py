@@ -49,7 +49,8 @@ def problems(config: PreTrainedConfig, tp: int) -> list[str]:
         common = math.gcd(*itertools.chain(*layer_heads))
         sizes = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         counts = " or ".join(f"{heads} heads, with {key_heads} of keys," for heads, key_heads in layer_heads)
-        found.append(f"{counts} can't be shared out over {tp} ranks: give {sizes}")
+        fitting = f"give {sizes}" if common > 1 else "leave the flag out, ZeRO shards this family"
+        found.append(f"{counts} can't be shared out over {tp} ranks: {fitting}")
     if getattr(config, "attention_dropout", 0.0):
         found.append(
             f"attention_dropout is {config.attention_dropout} in its config.json, and ranks would drop the same of "

@@ -20,7 +20,7 @@ from llava_ds.runtime.waiting import queuing, waiting
 from llava_ds.tracking.eval_log import EvalLoss, Evals
 from llava_ds.tracking.series import means_by_source
 from llava_ds.tracking.trackers import Trackers
-from llava_ds.train.objectives.objective import Objective, unseen
+from llava_ds.train.objectives.objective import Objective, check_metrics, unseen
 from llava_ds.train.plan import Plan
 
 
@@ -44,6 +44,8 @@ def eval_loss(
             loss = runner.forward(engine, micro.batch, objective.forward)
         if loss is None:  # another rank has it
             loss = unseen(objective, engine.device)
+        if not runner.every_rank_sees:
+            check_metrics(objective, [loss])
         counted = {"samples": micro.counts.samples, "targets": micro.counts.targets}
         found = {**counted, "by_source": loss.by_source, **loss.metrics}
         sums = {name: sums.get(name, 0) + value for name, value in found.items()}

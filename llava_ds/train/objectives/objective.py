@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 import torch
 
 from llava_ds.batch import Batch
+from llava_ds.constants import ConfigError
 from llava_ds.data.loader import Window
 from llava_ds.model.heads import SUMMED, Head, SummedLoss
 
@@ -96,6 +97,18 @@ class SFT:
         if self.reduction == "token":
             return [self.grad_ranks / num_targets] * len(window.micro_batches)
         return [self.grad_ranks / (num_micro_batches * max(1, m.num_targets)) for m in window.micro_batches]
+
+
+def check_metrics(objective: Objective, seen: Sequence[MicroLoss]) -> None:
+    """Raise ConfigError if ranks that don't compute the loss would sum other metrics, and wait for ever."""
+    for micro in seen:
+        if list(micro.metrics) == list(objective.metric_names):
+            continue
+        raise ConfigError(
+            f"{type(objective).__name__}.forward() returned the metrics {list(micro.metrics)}, but its metric_names "
+            f"are {list(objective.metric_names)}, by which ranks that don't compute the loss take part in their sum: "
+            "list the same names"
+        )
 
 
 def unseen(objective: Objective, device: torch.device) -> MicroLoss:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import llavas
 import pytest
@@ -15,6 +16,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.export import reload_check
+from llava_ds.export.layer_by_layer import Deadline, NotCompared, TooSlow
+from llava_ds.extensions.lora import adapter_export
 from llava_ds.extensions.lora.merged_adapters import Adapter, read_adapter
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.open.model_plan import plan_model
@@ -238,3 +242,26 @@ def test_an_adapter_of_another_model_and_one_with_parts_missing_are_refused(base
     write_adapter(tmp_path / "lora", language_model(base))
     with pytest.raises(DataError, match=r"contains base_model.model.model.vision_resampler.weight, but no part"):
         opened(flags)
+
+
+def test_dequantising_a_reloaded_model_stops_without_memory_or_time(base, monkeypatch):
+    """Its weights are no longer mapped from their files, so they need memory."""
+    model = AutoModelForCausalLM.from_pretrained(base["model_name_or_path"])
+    outer = torch.nn.ModuleDict({"language_model": model})
+    export = SimpleNamespace(model=SimpleNamespace(text_config=model.config), args=None)
+    monkeypatch.setattr(adapter_export, "layout_of", lambda _: SimpleNamespace(of_module=lambda name: name))
+    monkeypatch.setattr(adapter_export, "own", lambda _: None)
+    monkeypatch.setattr(adapter_export.quantize, "quantize_and_back", lambda weight, _: weight / 2)
+    before = model.model.layers[1].mlp.up_proj.weight.clone()
+    deadline = Deadline()
+    with monkeypatch.context() as full:
+        full.setattr(reload_check.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+        with pytest.raises(NotCompared, match=r"don't fit into the 0\.0 GB of free"):
+            adapter_export.hold_packed(export, outer, deadline)
+    with monkeypatch.context() as late:
+        late.setattr(deadline, "_end", 0.0)
+        with pytest.raises(TooSlow, match="only 0 of 14 layers were computed"):
+            adapter_export.hold_packed(export, outer, deadline)
+    assert torch.equal(model.model.layers[1].mlp.up_proj.weight, before)
+    adapter_export.hold_packed(export, outer, deadline)
+    assert torch.equal(model.model.layers[1].mlp.up_proj.weight, before / 2)

@@ -26,6 +26,7 @@ from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.dataset import PreflightOptions, open_encoded
 from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.engine.construct import build_model
+from llava_ds.export.layer_by_layer import Deadline
 from llava_ds.model.families.language import has_state
 from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.mesh import Mesh
@@ -373,7 +374,7 @@ def test_adapters(family, bits, tmp_path):
     export = export_plan(ready.model, ready.plan, ready.args, ready.options)
     (tmp_path / "adapter").mkdir()
     export_adapter(export, ready.model, tmp_path / "adapter", RANKS)
-    export.adapter.hold(export, ready.theirs)
+    export.adapter.hold(export, ready.theirs, Deadline())
     theirs = peft.PeftModel.from_pretrained(ready.theirs, tmp_path / "adapter", is_trainable=True)
     rows = [log_probs(theirs, *answered(ready, i, text)) for i, both in enumerate(ANSWERS) for text in both]
     with exact_products(ready.model):

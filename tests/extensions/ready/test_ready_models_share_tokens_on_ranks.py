@@ -23,7 +23,14 @@ SHARED = {"sequence_parallel_size": 2}
 EVERYTHING = {"tune_mm_vision": True, "tune_mm_mlp": True, "tune_mm_llm": True}
 # Flags of a run on one rank, and of those that it is compared with: the ZeRO stage and further flags.
 CASES = known_cases({
-    "plain": ({"zero2": (2, {}), "zero3": (3, {"tokens_per_micro_batch": 150})}, EVERYTHING),
+    "plain": (
+        {
+            "zero2": (2, {}),
+            "zero2-recomputed": (2, {"gradient_checkpointing": "all"}),
+            "zero3": (3, {"tokens_per_micro_batch": 150}),
+        },
+        EVERYTHING,
+    ),
     "lora": ({"zero3": (3, {})}, {"lora_enable": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0}),
     "dpo": ({"zero2": (2, {})}, {"objective": "dpo", "beta": 0.3, **EVERYTHING}),
 })  # fmt: skip
