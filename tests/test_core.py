@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 119,
-    "imported lines": 18939,
+    "imported lines": 18942,
     "files at the end": 205,
     "lines at the end": 29845,
-    "feature words": 57,
+    "feature words": 60,
     "kernel files": 40,
-    "kernel lines": 5844,
-    "all lines": 71820,
+    "kernel lines": 5865,
+    "all lines": 71902,
 }
 
 # What one reads to understand training.
