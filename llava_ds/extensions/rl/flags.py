@@ -41,6 +41,11 @@ class Flags(ExtensionFlags):
         "--reward_weights.",
         path="model",
     )
+    soft_punish_cache: Count | None = _rl(
+        None,
+        "grpo and ppo with the reward length: so many of the last tokens before --max_completion_length cost reward. "
+        "Absent: a fifth of them all.",
+    )
     num_generations: Count = _rl(8, "grpo (2 or more) and ppo: answers that are drawn to each prompt.")
     max_completion_length: Count = _rl(256, "grpo and ppo: longest answer in tokens.")
     per_device_generation_batch_size: Count = _rl(
@@ -71,11 +76,11 @@ class Flags(ExtensionFlags):
         0.0,
         "grpo: weight that keeps the model close to the reference model, its starting point. 0 needs none.",
     )
-    loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo", "sapo", "rloo"] = _grpo(
+    loss_type: Literal["dapo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "rloo"] = _grpo(
         "dapo",
         "grpo: the mean of the loss. dapo: over all tokens of the step; grpo: over an answer's tokens, then over "
-        "answers; dr_grpo: over answers of --max_completion_length tokens. Other losses of a token: cispo, averaged as "
-        "dapo, and sapo and rloo, as grpo (docs/rl.md).",
+        "answers; dr_grpo: over answers of --max_completion_length tokens; luspo: over answers, of their tokens' sum. "
+        "Other losses of a token: cispo, averaged as dapo, and sapo and rloo, as grpo (docs/rl.md).",
     )
     sapo_temperature_pos: Positive = _grpo(
         1.0, "grpo with sapo: steepness of the gate for answers with a positive advantage."
@@ -155,6 +160,7 @@ class Flags(ExtensionFlags):
         "--kl_ctl": "--kl_coef --kl_coeff --init_kl_coef",
         "--max_resample_times": "--max_num_gen_batches",
         "--num_generations": "--num_return_sequences",
+        "--soft_punish_cache": "--soft_cache_length",
     }
     not_here: ClassVar = {
         "answers are drawn over the engine's own tensors": (
@@ -178,6 +184,7 @@ class Flags(ExtensionFlags):
         "loss/value_avg": Number("Loss of the critic"),
         "val/explained_variance": Number("Share of the returns' variance that the critic explains"),
         "importance_sampling_ratio": Number("Weight of a token by its probability in training over vLLM's"),
+        "importance_sampling_clipped": Number("Share of tokens whose weight is cut or 0"),
         "sampling_gap": Number("Log-probabilities when drawn and when trained: mean difference"),
     }
     zeros: ClassVar = {"max_resample_times": "--dynamic_sample False tries no other prompt"}
@@ -217,6 +224,14 @@ class Flags(ExtensionFlags):
             yield "--use_bias_correction_kl True has no effect without --beta: give that, or leave it out"
         if "max_resample_times" in args.given and not self.dynamic_sample:
             yield "--max_resample_times has no effect without --dynamic_sample True: give that, or leave it out"
+        if (tail := self.soft_punish_cache) is not None:
+            if "length" not in [name.strip() for name in (self.reward_funcs or "").split(",")]:
+                yield "--soft_punish_cache has no effect without the reward length: name it in --reward_funcs"
+            if tail > self.max_completion_length:
+                yield (
+                    f"--soft_punish_cache is {tail}, but answers have at most {self.max_completion_length} tokens "
+                    "(--max_completion_length): give less"
+                )
         yield from self._loss_type(args)
         unread = [name for name in args.given if name.startswith("vllm_importance_sampling")]
         if unread and self.vllm_server is None:

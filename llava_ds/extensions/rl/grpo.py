@@ -42,15 +42,18 @@ class Correction:
     clip_max: float = 3.0
     clip_min: float | None = None
 
-    def weights(self, gap: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the weights (S,). gap (S,): log-probabilities in training minus those at generation, no gradient."""
+    def weights(self, gap: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights (S,), and a mask of ratios outside of the bounds.
+
+        gap (S,): log-probabilities in training minus those at generation, no gradient.
+        """
         level, _, kind = self.mode.partition("_")
         if level == "sequence":
             gap = sum_by_sample(gap, batch)[0][batch.target_samples]
         ratio = gap.exp()
-        if kind == "truncate":
-            return ratio.clamp(self.clip_min, self.clip_max)
-        return torch.where((ratio < (self.clip_min or 0.0)) | (ratio > self.clip_max), 0.0, ratio)
+        outside = (ratio < (self.clip_min or 0.0)) | (ratio > self.clip_max)
+        cut = ratio.clamp(self.clip_min, self.clip_max) if kind == "truncate" else 0.0
+        return torch.where(outside, cut, ratio), outside
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,8 @@ class PolicyLoss:
     sapo's a smooth gate with the temperatures gates (of positive and other advantages); rloo's ratio is an answer's,
     the product of its tokens'; all others clip; correction: of answers that another program generated, None for none.
     Sources: GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), CISPO (2506.13585),
-    SAPO (2511.20347), RLOO (2402.14740), the correction of the distance (2512.02556, 3.1); names and conventions are
-    TRL's.
+    SAPO (2511.20347), LUSPO (2602.05261), RLOO (2402.14740), the correction of the distance (2512.02556, 3.1); names
+    and conventions are TRL's.
     """
 
     epsilon: float = 0.2
@@ -117,9 +120,9 @@ class GRPO:
         numbers = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
         numbers["sampling_gap"] = (old - drawn.sampled).abs()
         if loss.correction is not None:
-            weights = loss.correction.weights(old - drawn.sampled, batch)
+            weights, outside = loss.correction.weights(old - drawn.sampled, batch)
             losses = losses * weights
-            numbers["importance_sampling_ratio"] = weights
+            numbers |= {"importance_sampling_ratio": weights, "importance_sampling_clipped": outside}
         if loss.beta:
             gap = drawn.frozen - rows
             distance = gap.exp() - gap - 1

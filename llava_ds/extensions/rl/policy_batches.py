@@ -179,6 +179,7 @@ def policy_batch(
     weights = {
         **dict.fromkeys(("dapo", "cispo"), times / max(1.0, totals.tokens)),
         **dict.fromkeys(("grpo", "sapo", "rloo"), times / lengths.clamp(min=1) / max(1.0, totals.answers)),
+        "luspo": times / max(1.0, totals.answers),
         "dr_grpo": times / (max(1.0, totals.answers) * flags.max_completion_length),
     }[flags.loss_type]
     scores = torch.tensor([one.score for one in answers] or [0.0], dtype=torch.float64)

@@ -28,7 +28,7 @@ class Completion:
     """An answer as rewards see it.
 
     reference: the record's answer; tokens: the answer's, of at most max_tokens; sample: prompt and answer as tokens,
-    with the images; columns: the record's other columns.
+    with the images; columns: the record's other columns; punished: the last tokens of max_tokens that cost reward.
     """
 
     prompt: str
@@ -39,6 +39,7 @@ class Completion:
     max_tokens: int
     sample: LoadedSample | None = None
     columns: Mapping[str, object] = field(default_factory=dict)
+    punished: int | None = None
 
 
 def exact(one: Completion) -> float:
@@ -70,8 +71,11 @@ def format(one: Completion) -> float:
 
 
 def length(one: Completion) -> float:
-    """Return 0 up to LONG_SHARE of the maximum length, falling to -1 there. Source: DAPO (arXiv 2503.14476), 3.4."""
-    free = LONG_SHARE * one.max_tokens
+    """Return 0 for answers without punished tokens (absent: up to LONG_SHARE of the maximum), -1 for the longest.
+
+    Source: DAPO (arXiv 2503.14476), equation 13.
+    """
+    free = LONG_SHARE * one.max_tokens if one.punished is None else one.max_tokens - one.punished
     return -max(0.0, one.tokens - free) / max(1e-9, one.max_tokens - free)
 
 

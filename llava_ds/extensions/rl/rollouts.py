@@ -245,8 +245,12 @@ class Rollouts(SessionPart):
 
     def _completion(self, asked: AskedPrompt, text: str, tokens: int) -> Completion:
         """Describe an answer to a prompt, without its tokens."""
-        most = self._rules.max_new_tokens
-        return Completion(asked.text, text, asked.reference, asked.id, tokens, most, columns=asked.columns)
+        lengths = {
+            "tokens": tokens,
+            "max_tokens": self._rules.max_new_tokens,
+            "punished": self._flags.soft_punish_cache,
+        }
+        return Completion(asked.text, text, asked.reference, asked.id, columns=asked.columns, **lengths)
 
     def _watch_signal(self, groups: list[Group], is_last: bool) -> None:
         """Print a warning at the last of the first steps if no group had answers with different rewards. All ranks

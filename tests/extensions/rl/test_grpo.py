@@ -191,12 +191,14 @@ def trl_loss(rows, old, frozen, advantages, mask, training, loss: PolicyLoss) ->
     each = each * mask
     if training.loss_type == "grpo":
         return (each.sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
+    if training.loss_type == "luspo":
+        return each.sum(-1).mean()
     if training.loss_type == "dr_grpo":
         return each.sum() / (each.size(0) * training.max_completion_length)
     return each.sum() / mask.sum()
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "luspo"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("beta", [0.0, 0.2])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -250,7 +252,7 @@ def test_other_losses_and_the_correction_of_the_drawing_are_trls(toy, loss_type,
     others = (rewards.sum(1, keepdims=True) - rewards) / (rewards.shape[1] - 1)
     scaled = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
     scores = (rewards - others if loss_type == "rloo" else scaled).flatten().tolist()
-    leaves, losses, lengths = {}, [], [len(answer.ids) for answer in every]
+    leaves, losses, outside, lengths = {}, [], [], [len(answer.ids) for answer in every]
     for answer, score in zip(every, scores):
         rows = leaves.setdefault(answer, numbers[answer][0].clone().requires_grad_())
         _, old, frozen, sampled = numbers[answer]
@@ -265,6 +267,7 @@ def test_other_losses_and_the_correction_of_the_drawing_are_trls(toy, loss_type,
         if mode is not None:
             gap = (old - sampled).sum() if mode.startswith("sequence") else old - sampled
             weight = gap.exp().clamp(0.8, 1.2)
+            outside.append((weight != gap.exp()).expand(len(rows)) if score or beta else torch.zeros(0))
             each = each * (weight if mode.endswith("truncate") else torch.where(weight == gap.exp(), weight, 0.0))
         losses.append(each + beta * ((frozen - rows).exp() - (frozen - rows) - 1))
     if loss_type in ("dapo", "cispo"):
@@ -273,7 +276,7 @@ def test_other_losses_and_the_correction_of_the_drawing_are_trls(toy, loss_type,
         wanted = torch.stack([each.mean() for each in losses]).mean()
     wanted.backward()
 
-    by_drawn, total, gradients = {answer.log_probs: answer for answer in leaves}, 0.0, {}
+    by_drawn, total, cut, gradients = {answer.log_probs: answer for answer in leaves}, 0.0, 0.0, {}
     for micro in batches_of(toy, flags(loss_type=loss_type, beta=beta), groups, Packing(1, 1, 1, 200)):
         batch = micro.batch
         sizes = torch.bincount(batch.target_samples).tolist()
@@ -281,12 +284,15 @@ def test_other_losses_and_the_correction_of_the_drawing_are_trls(toy, loss_type,
         rows, old, frozen, sampled = torch.cat([numbers[answer] for answer in answers], 1)
         rows.requires_grad_()
         batch = with_drawn(batch, old=old, frozen=frozen, sampled=sampled)
-        found = GRPO(loss, 1, 1).forward(lambda _, head, rows=rows: rows, batch).loss_sum
-        found.backward()
-        total += found.item()
+        done = GRPO(loss, 1, 1).forward(lambda _, head, rows=rows: rows, batch)
+        done.loss_sum.backward()
+        total += done.loss_sum.item()
+        cut += done.metrics.get("importance_sampling_clipped", 0.0)
         for answer, part in zip(answers, rows.grad.split(sizes)):
             gradients[answer] = gradients.get(answer, 0) + part
     assert total == pytest.approx(wanted.item(), abs=1e-9)
+    if mode is not None:
+        assert 0 < cut / len(groups) == pytest.approx(torch.cat(outside).double().mean().item(), abs=1e-9)
     has_signal = {answer for group in groups if not has_no_signal(group) for answer in group.answers}
     for answer in has_signal if beta == 0 else leaves:
         torch.testing.assert_close(gradients[answer], leaves[answer].grad, rtol=1e-9, atol=1e-12)

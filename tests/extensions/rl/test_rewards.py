@@ -14,9 +14,9 @@ from llava_ds.runtime.mesh import Mesh
 from llava_ds.train.evaluating.sampling import Answer
 
 
-def reward(name: str, text: str, reference: str = "", tokens: int = 1) -> float:
+def reward(name: str, text: str, reference: str = "", tokens: int = 1, **more) -> float:
     [opened] = open_rewards(name, None)
-    [value] = opened.of_all([Completion("?", text, reference, "r", tokens, 10)])
+    [value] = opened.of_all([Completion("?", text, reference, "r", tokens, 10, **more)])
     return value
 
 
@@ -55,6 +55,14 @@ def test_rewards_by_name(name, text, reference, wanted):
 @pytest.mark.parametrize(("tokens", "wanted"), [(1, 0), (8, 0), (9, -0.5), (10, -1)])
 def test_long_answers_lose(tokens, wanted):
     assert reward("length", "x", tokens=tokens) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("punished", [1, 4, 10])
+@pytest.mark.parametrize("tokens", [1, 6, 7, 9, 10])
+def test_the_length_that_costs_is_dapos(punished, tokens):
+    """As TRL's get_soft_overlong_punishment(10, punished)."""
+    wanted = 0.0 if tokens <= 10 - punished else (10 - punished - tokens) / punished
+    assert reward("length", "x", tokens=tokens, punished=punished) == pytest.approx(wanted, abs=1e-12)
 
 
 def test_a_function_of_a_file(tmp_path):

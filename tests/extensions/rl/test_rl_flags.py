@@ -48,6 +48,11 @@ def refusal(*flags: str) -> str:
             ["--objective", "grpo", "--vllm_server", "http://127.0.0.1:1", "--vllm_importance_sampling_clip_min", "4"],
             "--vllm_importance_sampling_clip_min is 4, but the upper bound is 3",
         ),
+        (["--objective", "grpo", "--soft_punish_cache", "9", "--reward_funcs", "exact"], "without the reward length"),
+        (
+            ["--objective", "grpo", "--soft_punish_cache", "300", "--reward_funcs", "exact, length"],
+            "--soft_punish_cache is 300, but answers have at most 256 tokens",
+        ),
         (["--objective", "grpo", "--epsilon", "1"], "--epsilon is 1: a ratio of probabilities can't fall by more"),
         (["--objective", "grpo", "--use_bias_correction_kl", "True"], "has no effect without --beta"),
         (
