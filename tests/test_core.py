@@ -27,7 +27,7 @@ BARS = {
     "feature words": 60,
     "kernel files": 40,
     "kernel lines": 5865,
-    "all lines": 71902,
+    "all lines": 71929,
 }
 
 # What one reads to understand training.
