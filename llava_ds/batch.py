@@ -153,9 +153,11 @@ class Batch:
 
 
 def _changed(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
-    """Apply `change` to the tensors in a value: a tensor, dictionary or named tuple."""
+    """Apply `change` to the tensors in a value: a tensor, list, dictionary or named tuple."""
     if isinstance(value, torch.Tensor):
         return change(value)
+    if isinstance(value, list):
+        return [_changed(each, change) for each in value]
     if isinstance(value, dict):
         return {name: _changed(each, change) for name, each in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -9,15 +9,23 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from llava_ds.config.arguments import FLAGS
+from llava_ds.config.arguments import FLAGS, Arguments
 from llava_ds.constants import ConfigError, did_you_mean
 from llava_ds.extensions import active
-from llava_ds.extensions.base import Adapter, Extension, ExtensionFlags, MeshPart, ProjectorKind, StatePart
+from llava_ds.extensions.base import (
+    Adapter,
+    Extension,
+    ExtensionFlags,
+    MeshPart,
+    ProjectorKind,
+    RecordFields,
+    StatePart,
+)
 from llava_ds.extensions.table import EXTENSIONS, Trigger
 
 # Flags of the core to which a plugin adds a value, its own name, through Extension.choices.
@@ -25,7 +33,7 @@ CHOICES = {"mm_projector_type": ProjectorKind}
 # Slots that need an entry in the table, which only a folder has.
 OF_FOLDERS = ("store", "folder", "open_folder", "text")
 CALLED = ("check", "fits", "plan", "open_data", "complete", "module", "objective")
-VALUES = {"adapter": Adapter, "state": StatePart, "mesh": MeshPart}
+VALUES = {"fields": RecordFields, "adapter": Adapter, "state": StatePart, "mesh": MeshPart}
 NOT_TRIED = "a plugin whose Flags name no needs counts as not tried with this"
 UNTRIED = dict.fromkeys(("whole_matrices", "whole_layers", "whole_sample", "one_model"), NOT_TRIED)
 
@@ -181,9 +189,8 @@ def _flags(name: str, given: object, extension: Extension, where: str) -> type[E
         given.needs = UNTRIED
     if "asked_by" not in vars(given):
         given.asked_by = functools.partialmethod(_asked_by, where)
-    if extension.module is not None:
-        given.of_model = True
-        given.problems = functools.partialmethod(_problems, given.problems, where)
+    given.of_model = given.of_model or extension.module is not None
+    given.problems = functools.partialmethod(_problems, given.problems, extension, where)
     return given
 
 
@@ -192,11 +199,19 @@ def _asked_by(flags: ExtensionFlags, where: str) -> str:
     return next((f"--{name} {getattr(flags, name)}" for name in given), where)
 
 
-def _problems(flags: ExtensionFlags, plain: object, where: str, args: object) -> Iterator[str]:
-    """Yield the flags' own problems, and one for adapters: their export has no place for a plugin's module."""
+def _problems(
+    flags: ExtensionFlags, plain: Callable, extension: Extension, where: str, args: Arguments
+) -> Iterator[str]:
+    """Yield the flags' own problems, and those of slots that other features would ignore."""
     yield from plain(flags, args)
-    if adapted := sorted(part for own in args.own.values() for part in own.adapted_parts):
+    adapted, objective = (
+        sorted(part for own in args.own.values() for part in own.adapted_parts),
+        args.training.objective,
+    )
+    if extension.module is not None and adapted:
         yield f"{where} has a module, which the export of an adapter ({', '.join(adapted)}) can't hold: leave one out"
+    if extension.fields is not None and objective != "sft":
+        yield f"{where} reads fields of records, which --objective {objective} does not hand on: give sft"
 
 
 def _refuse_taken(names: Iterable[str], where: str) -> None:

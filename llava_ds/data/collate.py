@@ -23,8 +23,9 @@ class LoadedSample:
     media: per image or video in reading order, its tiles (n, 3, S, S) uint8 (or (n, 3, T * S, S) with T frames per
     tile, or an object that decodes them) and its layout. Samples that share an image hold the same object, so that its
     features are computed once. source: index of the sample's data source; weights (length,) float32: loss weight of
-    each token, None if all are 1; extra: further numbers, by their names in Batch.extra; shared: number of first
-    tokens, all images among them, that are computed in the closest earlier sample of the micro-batch that shares none.
+    each token, None if all are 1; extra: further numbers, own: tensors, by their names in Batch.extra; shared: number
+    of first tokens, all images among them, that are computed in the closest earlier sample of the micro-batch that
+    shares none.
     """
 
     input_ids: torch.Tensor
@@ -34,6 +35,7 @@ class LoadedSample:
     weights: torch.Tensor | None = None
     extra: Mapping[str, float] = field(default_factory=dict)
     shared: int = 0
+    own: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def samples(self) -> tuple["LoadedSample", ...]:
@@ -174,10 +176,12 @@ def blank_tile(size: int) -> torch.Tensor:
 
 
 def _extra(samples: list[LoadedSample]) -> Inputs:
-    """Collect the samples' further numbers by name, (samples,) float64 each; 0 if a sample lacks one."""
+    """Collect the samples' further values by name: numbers to (samples,) float64, 0 if a sample lacks one; tensors to
+    a list, None if a sample lacks one."""
     names = dict.fromkeys(name for sample in samples for name in sample.extra)
     numbers = {name: [sample.extra.get(name, 0.0) for sample in samples] for name in names}
-    return {name: torch.tensor(each, dtype=torch.float64) for name, each in numbers.items()}
+    own = {name: [sample.own.get(name) for sample in samples] for sample in samples for name in sample.own}
+    return own | {name: torch.tensor(each, dtype=torch.float64) for name, each in numbers.items()}
 
 
 def _weights(samples: list[LoadedSample], supervised: torch.Tensor) -> torch.Tensor | None:

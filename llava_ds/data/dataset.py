@@ -23,6 +23,7 @@ from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
 from llava_ds.data.cache import CachedRows, RowTable, next_number, note_stale, open_newest
 from llava_ds.data.collate import LoadedPair, LoadedSample
 from llava_ds.data.encoded_rows import (
+    FIELDS,
     OTHER_COLUMNS,
     layout_of,
     may_be_used_now,
@@ -51,6 +52,7 @@ from llava_ds.data.sample_index import PERCENTILES, TableIndex, index_of
 from llava_ds.data.seen_files import changed_files, changes_since
 from llava_ds.data.templates import resolve_template
 from llava_ds.data.token_runs import from_columns, weights_from_column
+from llava_ds.extensions.active import record_fields
 from llava_ds.files.urls import real_path
 from llava_ds.layouts import MediaLayout
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, local_ranks, on_every_rank, print_first, printable
@@ -188,7 +190,11 @@ class EncodedDataset(torch.utils.data.Dataset):
         ids, labels = _ids_and_labels(row)
         weights = weights_from_column(row.column("weights")[0].as_py(), labels)
         weights = None if weights is None else torch.from_numpy(weights)
-        sample = LoadedSample(ids, labels, loaded, row.column("source")[0].as_py(), weights=weights)
+        try:
+            own = _own_tensors(row)
+        except DataError as error:
+            return broken(row, str(error))
+        sample = LoadedSample(ids, labels, loaded, row.column("source")[0].as_py(), weights=weights, own=own)
         if not self.are_pairs:
             return sample
         numbers = {name: each[self.rows[index]].tolist() for name, each in self.of_answers.items()}
@@ -359,6 +365,13 @@ class EncodedDataset(torch.utils.data.Dataset):
         return lines
 
 
+def _own_tensors(row: pa.Table) -> dict[str, torch.Tensor]:
+    """Return the tensors of plugins' fields of a record, by their names in Batch.extra."""
+    found = json.loads(row.column(FIELDS)[0].as_py()) if FIELDS in row.column_names else {}
+    tensors = {name: fields.load(found[name]) for name, fields in record_fields().items() if name in found}
+    return {f"{name}.{key}": tensor for name, each in tensors.items() for key, tensor in each.items()}
+
+
 def _unread_lines(facts: dict[str, object]) -> list[str]:
     """Lines about record keys that are not read, and about thoughts that the chat template omits."""
     lines, (thoughts, records) = [], facts["left_out"]
@@ -503,11 +516,12 @@ class EncodingForm:
         # A newer library may produce other ids. A larger embedding may accept samples that are rejected now; accepted
         # samples stay the same.
         rows = rows_noted(tokenizer)
+        own_fields = [f"{name} {fields.names}" for name, fields in record_fields().items()]
         return cls(
             image_options,
             [str(ENCODING_VERSION), repr(encoding), *tokenizer_parts(tokenizer)],
             [options_part(image_options), *box_parts(image_options), *video_parts(image_options)],
-            [*versions_of(ENCODING_LIBRARIES), *([] if rows is None else [f"{rows} rows"])],
+            [*versions_of(ENCODING_LIBRARIES), *([] if rows is None else [f"{rows} rows"]), *own_fields],
         )
 
     @property

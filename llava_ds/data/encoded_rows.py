@@ -74,6 +74,8 @@ PAIR_ROWS = ROWS.append(pa.field("chosen_length", pa.int32())).append(pa.field("
 
 # The records' other columns, a JSON object per row, null for rejected records: appended if an objective needs them.
 OTHER_COLUMNS = pa.field("other_columns", pa.string())
+# Values of plugins' fields, a JSON object by plugin, null for rejected records: appended if a plugin reads any.
+FIELDS = "fields"
 
 
 @dataclass

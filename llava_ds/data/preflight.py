@@ -16,12 +16,21 @@ from llava_ds import geometry
 from llava_ds.constants import ConfigError, DataError, FileProblem
 from llava_ds.data import token_runs
 from llava_ds.data.encode import Encoded, Encoder
-from llava_ds.data.encoded_rows import OTHER_COLUMNS, PAIR_ROWS, ROWS, SizedMedia, layout_of, media_to_text
+from llava_ds.data.encoded_rows import (
+    FIELDS,
+    OTHER_COLUMNS,
+    PAIR_ROWS,
+    ROWS,
+    SizedMedia,
+    layout_of,
+    media_to_text,
+)
 from llava_ds.data.grounding import write_objects
 from llava_ds.data.prompt_check import PromptCheck, with_asked_prompt
 from llava_ds.data.sample import IMAGE_LEFT_OUT, Media, Sample, Transcript
 from llava_ds.data.seen_files import SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
+from llava_ds.extensions.active import record_fields
 from llava_ds.layouts import ImageText
 from llava_ds.runtime.ranks import printable
 
@@ -52,9 +61,11 @@ class Checker:
 
     @property
     def schema(self) -> pa.Schema:
-        """ROWS, or PAIR_ROWS for preferences; with OTHER_COLUMNS where sources keep them."""
+        """ROWS, or PAIR_ROWS for preferences; with OTHER_COLUMNS where sources keep them, and FIELDS where a plugin has
+        some."""
         rows = PAIR_ROWS if self.takes_pairs else ROWS
-        return rows.append(OTHER_COLUMNS) if any(source.other_columns for source in self.sources) else rows
+        rows = rows.append(OTHER_COLUMNS) if any(source.other_columns for source in self.sources) else rows
+        return rows.append(pa.field(FIELDS, pa.string())) if record_fields() else rows
 
     def __call__(self, records: pa.Table) -> pa.Table:
         with _without_collector():
@@ -100,6 +111,7 @@ class Checker:
         except DataError as error:
             return _rejected(_id_in(text, self.sources[source].columns.id, index), error, text)
         try:
+            fields = fields_to_text(text) if record_fields() else None
             for one in sample.media:
                 one.apply_settings(self.image_options)
         except DataError as error:
@@ -121,7 +133,7 @@ class Checker:
                     raise DataError(reason)
         except DataError as error:
             return _rejected(sample.id, error)
-        return _Checked(sample, transcripts, media, seen, marks)
+        return _Checked(sample, transcripts, media, seen, marks, fields)
 
     def _look_at(self, media: Media) -> tuple[SizedMedia, list[SeenFile]]:
         try:
@@ -173,6 +185,7 @@ class Checker:
             "left_out": sum([coded.left_out for coded in answers]),
             "other_columns": sample.other_columns,
             "seen": one.seen,
+            FIELDS: one.fields,
         }
 
     def _why_nothing(self, sample: Sample, coded: Encoded) -> str:
@@ -200,13 +213,26 @@ def _without_collector() -> Iterator[None]:
 
 @dataclass
 class _Checked:
-    """A checked record, ready to encode. marks: MediaLayout.mark of each of its media."""
+    """A checked record, ready to encode. marks: MediaLayout.mark of each of its media; fields: of plugins, JSON."""
 
     sample: Sample
     transcripts: list[Transcript]
     media: tuple[SizedMedia, ...]
     seen: list[SeenFile]
     marks: list[int | ImageText]
+    fields: str | None = None
+
+
+def fields_to_text(record: bytes) -> str:
+    """Serialize the values of plugins' fields in a record, by plugin. Raises DataError if one can't be used."""
+    values = json.loads(record.decode("utf-8", "surrogatepass"))
+    found = {
+        name: {key: values[key] for key in fields.names if values.get(key) is not None}
+        for name, fields in record_fields().items()
+    }
+    for name, fields in record_fields().items():
+        fields.load(found[name])
+    return json.dumps(found)
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
@@ -231,6 +257,7 @@ def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
         "reason": printable(str(error)),
         "text_to_retry": text if isinstance(error, FileProblem) else None,
         "weights": None,
+        FIELDS: None,
     }
 
 

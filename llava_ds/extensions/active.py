@@ -19,6 +19,7 @@ from llava_ds.extensions.base import (
     Hook,
     MeshPart,
     Phase,
+    RecordFields,
     ReportPart,
     SessionPart,
     StatePart,
@@ -138,6 +139,12 @@ def reading(keys: Collection[str]) -> list[str]:
 def plugins() -> dict[str, str]:
     """Return the sha256 of each loaded plugin, by name."""
     return {name: trigger.digest for name, trigger in EXTENSIONS.items() if trigger.digest}
+
+
+def record_fields() -> dict[str, RecordFields]:
+    """Return the further keys of records that loaded plugins read, by plugin."""
+    found = {name: _extension(name).fields for name in plugins()}
+    return {name: fields for name, fields in found.items() if fields is not None}
 
 
 def asked_for(given: Mapping[str, object]) -> list[str]:

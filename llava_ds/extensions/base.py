@@ -517,6 +517,29 @@ class FolderForm:
         raise NotImplementedError
 
 
+class RecordFields:
+    """Further keys of a record that a plugin reads. Their values are stored with the encoded record.
+
+    names: the keys. They count as read; a record may lack them. In a micro-batch, Batch.extra["<plugin>.<key>"] is a
+    list with a tensor for each sample, None for a sample without the key.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+
+    def load(self, values: Mapping[str, object]) -> "Mapping[str, Tensor]":
+        """Convert a record's values to tensors, in a process that loads samples, and once when the record is checked.
+
+        values: those that are there. By default numbers, or nested lists of them, become float32 tensors. Raises
+        DataError for a bad value: the record is rejected.
+        """
+        import torch
+
+        try:
+            return {name: torch.tensor(value, dtype=torch.float32) for name, value in values.items()}
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{' or '.join(map(repr, values))} is not numbers: {error}") from error
+
+
 class ProjectorKind:
     """A projector that an extension adds to the values of --mm_projector_type (Extension.choices).
 
@@ -574,6 +597,7 @@ class Extension:
     # Builds a module that trains with the model, as its child own_<name>; its flags are of_model.
     module: Callable[["PreTrainedConfig", "TowerPlan", "ModelArguments"], "nn.Module"] | None = None
     adapter: Adapter | None = None  # exports an adapter instead of a complete model
+    fields: RecordFields | None = None  # further keys of records, for a plugin
     state: StatePart | None = None  # tensors that a checkpoint stores additionally
     objective: Callable[["Plan", "Mesh", "Objective"], "Objective"] | None = None  # replaces or wraps one
     part: type[SessionPart] | None = None  # lives as long as the session

@@ -18,6 +18,7 @@ from llava_ds.data.sources.options import RECORD_WEIGHT_KEYS, TEMPLATE_KWARGS, T
 from llava_ds.data.sources.selection import Selection
 from llava_ds.data.sources.tables import num_parquet_rows, open_saved, read_csv, read_parquet, read_saved
 from llava_ds.data.sources.tars import read_shard
+from llava_ds.extensions.active import record_fields
 
 FORMATS = {
     "llava": "LLaVA records",
@@ -67,7 +68,8 @@ class Source:
     @functools.cached_property
     def read_keys(self) -> frozenset[str]:
         """All keys that are read of a record."""
-        names = frozenset((*self.columns.all(), OBJECTS, "kind"))
+        fields = (key for fields in record_fields().values() for key in fields.names)
+        names = frozenset((*self.columns.all(), OBJECTS, "kind", *fields))
         if self.format == "caption":
             return names.difference(self.columns.turns)
         return names.union(RECORD_WEIGHT_KEYS, (TOOLS, TEMPLATE_KWARGS))

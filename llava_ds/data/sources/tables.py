@@ -24,6 +24,7 @@ from llava_ds.data.sources.options import (
     TOOLS,
     Columns,
 )
+from llava_ds.extensions.active import record_fields
 from llava_ds.files.places import open_data
 from llava_ds.files.urls import is_remote
 
@@ -233,6 +234,7 @@ def read_columns(names: Sequence[str], columns: Columns) -> list[str]:
     """Columns of a table that are read into its records."""
     refused = (*GOOD_ANSWER_KEYS, REJECTED_IMAGES, *Columns().chosen)
     known = {*columns.all(), *RECORD_WEIGHT_KEYS, "kind", OBJECTS, TEMPLATE_KWARGS, TOOLS, *refused}
+    known |= {key for fields in record_fields().values() for key in fields.names}
     return [name for name in names if name in known]
 
 
