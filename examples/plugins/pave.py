@@ -11,6 +11,7 @@ Answers of transformers' class don't see the channel.
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -27,6 +28,8 @@ _pave, _ = flags_of("pave")
 @dataclass(frozen=True)
 class Flags(ExtensionFlags):
     """Flags of the side channel."""
+
+    differs: ClassVar = "transformers' class does not see the side channel"
 
     pave_width: Count = _pave(16, "Numbers in a row of a record's side features.")
     pave_learning_rate: Positive | None = _pave(None, "Learning rate of the patch. Absent: --learning_rate.")

@@ -156,7 +156,8 @@ def _export_folder(
         else:
             compare = partial(compare, base=Base(export.source_folder, partial(export.adapter.hold, export)))
     text = export.model.text_config
-    if export.is_whole_model and (why := text_part(text).differs(text, export.dtype)):
+    own = (flags.differs for flags in args.own.values() if flags.differs)
+    if export.is_whole_model and (why := text_part(text).differs(text, export.dtype) or next(own, "")):
         compare = partial(_refuse_to_compare, why)
     compare = partial(_compare_both, written, compare)
     print(f"{what}: {output_dir} ({form}{describe_comparison(check, batch.input_ids.shape[1], library, compare)})")

@@ -123,7 +123,8 @@ class ExtensionFlags:
     addition to its own; zeros: the effect of a flag's 0, or the flag to use if 0 is not allowed; numbers: logged
     numbers with a chart, by name; compiles: layers may be compiled; fuses: text of the flag that fuses layer kernels;
     needs_text: useless for a model that generates no text; of_model: the flags define the model, and are also in
-    ModelArguments.own; data_path: the source of takes_samples. keys: dotted keys of the DeepSpeed JSON that set a flag;
+    ModelArguments.own; differs: why the exported model gives other logits than training, "" if it gives the same;
+    data_path: the source of takes_samples. keys: dotted keys of the DeepSpeed JSON that set a flag;
     other_keys: other trainers' keys for it, in the form of UNSUPPORTED in engine/ds_config/keys.py; other_names: other
     trainers' flag names, by flag; not_here: other trainers' flags without a counterpart, by reason.
     """
@@ -137,6 +138,7 @@ class ExtensionFlags:
     fuses: ClassVar[str] = ""
     needs_text: ClassVar[bool] = False
     of_model: ClassVar[bool] = False
+    differs: ClassVar[str] = ""
     data_path: ClassVar[str | None] = None
     keys: ClassVar[Mapping[str, str]] = {}
     other_keys: ClassVar[Mapping[str, tuple[tuple, str]]] = {}

@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import toys
 from ds_json import CONFIGS
 
 from llava_ds.config.arguments import every_flag
 from llava_ds.config.parsing import build_parser, parse_arguments
 from llava_ds.config.plugins import load
 from llava_ds.constants import ConfigError
+from llava_ds.data.collate import collate
 from llava_ds.extensions.active import active, flags_class, plugins
 from llava_ds.extensions.missing_plugins import refuse_missing
 from llava_ds.extensions.table import EXTENSIONS
@@ -112,6 +114,7 @@ BROKEN = {
         for slot in ("check", "fits", "plan", "open_data", "complete", "module", "objective")
     },
     with_slots("wrap=1"): "idea.py: int: give a value of a class of extensions/base.py's Wrap",
+    with_slots("fields=1"): "idea.py: fields: give a value of extensions/base.py's RecordFields",
     with_slots("adapter=1"): "idea.py: adapter: give a value of extensions/base.py's Adapter",
     with_slots("state=1"): "idea.py: state: give a value of extensions/base.py's StatePart",
     with_slots("mesh=1"): "idea.py: mesh: give a value of extensions/base.py's MeshPart",
@@ -218,3 +221,36 @@ def test_every_script_takes_it(tmp_path, script):
     )
     assert done.returncode == 2 and "idea.py can't be loaded: line 1: ZeroDivisionError" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+FIELDS = FLAGS + "class Own(RecordFields):\n    names = ('side',)\nextension = Extension(fields=Own())\n"
+
+
+def test_fields_of_records_are_stored_and_reach_the_batch(tmp_path, tokenizer):
+    data = toys.write_data(tmp_path / "data", "iti")
+    records = json.loads(Path(data["data_path"]).read_text())
+    records[0]["side"], records[2]["side"] = [[1.0, 2.5]], "no numbers"
+    Path(data["data_path"]).write_text(json.dumps(records))
+
+    def opened():
+        return toys.encoded(**data, tokenizer=tokenizer, cache_dir=tmp_path / "cache", max_bad_fraction=0.5)
+
+    plain = opened()
+    assert len(plain) == 3 and plain.index.facts["unread"] == {"side": 2}
+    load([write(tmp_path, FIELDS)])
+    for _ in range(2):  # encoded, and from the cache
+        dataset = opened()
+        assert len(dataset) == 2 and "'side' is not numbers" in next(dataset.rejections())["reason"]
+        assert dataset.index.facts["unread"] == {}
+        batch = collate([dataset[1], dataset[0]], dataset.image_options).to("cpu")
+        none, side = batch.extra["idea.side"]
+        assert none is None and side.tolist() == [[1.0, 2.5]]
+    load([])
+    assert len(opened()) == 3 and not collate([opened()[0]], plain.image_options).extra
+
+
+def test_fields_are_for_answers_from_records(tmp_path):
+    if "preference" not in EXTENSIONS:
+        pytest.skip("there is no extension preference")
+    with pytest.raises(ConfigError, match=r"idea.py reads fields of records, which --objective dpo does not hand on"):
+        parse("--plugin", write(tmp_path, FIELDS), "--objective", "dpo")

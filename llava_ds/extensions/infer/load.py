@@ -16,7 +16,7 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.constants import IMAGE_TOKEN, PILLOW_MAX_PIXELS, ConfigError
 from llava_ds.data.encode import Encoder, EncodingOptions, encoder_of
 from llava_ds.data.templates import resolve_template
-from llava_ds.extensions.active import architecture_of, text_part
+from llava_ds.extensions.active import architecture_of, flags_class, plugins, text_part
 from llava_ds.extensions.infer.formats import UnloadedModel, open_model
 from llava_ds.files.model_files import library_errors, read_json_if_there, shown
 from llava_ds.geometry import FILTERS, ImageOptions
@@ -180,7 +180,8 @@ def with_settings(model: HFModel, unloaded: UnloadedModel, version: str | None =
     processor = read_processor(unloaded.folder, str(unloaded.path))
     mean, std = (tuple(processor[name]) for name in ("image_mean", "image_std"))
     exported = getattr(model.config, "llava_ds_version", None)
-    notes = unloaded.notes
+    own = (flags_class(name).differs for name in plugins())
+    notes = (*unloaded.notes, *(f"{unloaded.path} answers without its plugin: {why}" for why in own if why))
     if architecture_of(model.config) is not None:
         options, version = _own_settings(unloaded, version)
         return LoadedModel(model, unloaded.tokenizer, mean, std, options, version, notes=notes)
