@@ -61,6 +61,9 @@ class TrainingArguments:
         path="unchecked",
         argparse={"nargs": "+", "action": "extend"},
     )
+    check_plugin: bool = _run_free(
+        True, "Before the first step, check that a plugin's loss does not depend on packing and reaches its parameters."
+    )
     objective: str = _objective("sft", "sft: the answers of conversations.", argparse={"choices": ["sft"]})
     num_train_epochs: Annotated[float, Bounds(0, 10**6, above=True)] = _steps(1.0, "Passes over the data.")
     max_steps: Whole = _steps(-1, "Optimizer steps; above 0 it overrides --num_train_epochs, 0 or less does not.")

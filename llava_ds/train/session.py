@@ -19,7 +19,7 @@ from llava_ds.engine.ds_config.optimizer import kernels_of, num_moments
 from llava_ds.engine.param_groups import choose_trainable, describe_parts, parameter_groups
 from llava_ds.engine.runner import Direct, Runner
 from llava_ds.engine.start import check_engine, seed_everything, start_engine
-from llava_ds.extensions.active import choice
+from llava_ds.extensions.active import choice, plugins
 from llava_ds.extensions.base import Asked, Hook, Measure, Phase, SessionPart
 from llava_ds.model.attention import attention_report
 from llava_ds.model.heads import Head
@@ -107,6 +107,10 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     evaluation = _evaluation(plan, runner, objective, asked, trackers, started)
     for part in parts:
         objective = part.of_steps(objective)
+    if plugins() and training.check_plugin:
+        from llava_ds.train.plugin_proof import prove
+
+        print_first(*prove(runner, objective, plan.steps.dataset, ranks, mesh))
     saver = _saver(plan, engine, ranks)
     return Session(
         plan,

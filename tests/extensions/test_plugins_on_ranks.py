@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import toys
-from launching import ds_config, environment, launch, losses, run_many, toy_run
+from launching import command_line, ds_config, environment, launch, losses, run_many, toy_run
 from safetensors.torch import load_file
 
 from llava_ds.runtime.launchers import free_port
@@ -177,3 +177,44 @@ def test_the_commands_of_the_page_work(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
     config = json.loads((tmp_path / "output" / "my_idea" / "config.json").read_text())
     assert config["mm_projector_type"] == "my_idea"
+
+
+LEAKY = '''
+"""A loss that depends on the pack, or a module that is not used."""
+from torch import nn
+from llava_ds.extensions.base import Extension, SessionPart
+from llava_ds.train.objectives.hidden_loss import HiddenLoss
+
+
+def module(text, tower, args):
+    return nn.ModuleDict({{"used": nn.Linear(text.hidden_size, 1), "unused": nn.Linear(2, 2)}})
+
+
+class Part(SessionPart):
+    def of_steps(self, plain):
+        return HiddenLoss(plain, "leaky", 1.0, lambda batch: batch.target_positions, self._values)
+
+    def _values(self, model, hidden, batch):
+        return model.own_leaky["used"](hidden)[:, 0] * {factor}
+
+
+extension = Extension(part=Part, module=module)
+'''
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("factor", "message"),
+    [
+        ("len(hidden)", "in one pack is .* over packs of one: a sample's part must not depend on the others"),
+        ("1.0", "the loss does not reach own_leaky.unused.bias, own_leaky.unused.weight: use every parameter"),
+    ],
+)
+def test_a_plugin_that_mixes_samples_or_trains_nothing_is_refused_before_the_first_step(
+    given, tmp_path, factor, message
+):
+    (tmp_path / "leaky.py").write_text(LEAKY.format(factor=factor))
+    flags = toy_run(given, tmp_path / "out", ds_config(3), **FLAGS, plugin=tmp_path / "leaky.py")
+    done = launch(1, ROOT / "run" / "train.py", *command_line(flags))
+    assert done.returncode != 0 and re.search(message, done.stdout + done.stderr)
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
