@@ -334,7 +334,11 @@ class EncodedDataset(torch.utils.data.Dataset):
         facts = self.index.facts
         tokens, targets = facts["tokens"], facts["targets"]
         shown = ", ".join(f"{p} % {n:,}" for p, n in zip(PERCENTILES, facts["percentiles"]))
-        answers = f"{2 * len(self):,} answers in pairs" if self.are_pairs else f"{facts['answers']:,} answers"
+        answers = f"{facts['answers']:,} answers"
+        if self.are_pairs:
+            chosen, whole = (np.asarray(self.table.column(name))[self.rows] for name in ("chosen_length", "length"))
+            singles = int((chosen == whole).sum())  # answers with a label
+            answers = f"{2 * (len(self) - singles):,} answers in pairs" + (f", {singles:,} alone" if singles else "")
         return [
             f"{answers}, {facts['images']:,} images, {tokens:,} tokens, of which {targets:,} "
             f"({targets / tokens:.1%}) are supervised",

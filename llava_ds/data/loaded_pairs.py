@@ -6,11 +6,15 @@ from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedPair, LoadedSample
 
 
-def pair_of(both: LoadedSample, chosen_length: int, numbers: dict[str, list[float]], shares_prompt: bool) -> LoadedPair:
-    """Split the ids and labels of two answers laid end to end.
+def pair_of(
+    both: LoadedSample, chosen_length: int, numbers: dict[str, list[float]], shares_prompt: bool
+) -> LoadedPair | LoadedSample:
+    """Split the ids and labels of two answers laid end to end. A record with a label has one answer: it is returned.
 
     numbers: values of both answers, by name; shares_prompt: the rejected answer shares the prompt of the chosen one.
     """
+    if chosen_length == len(both.input_ids):
+        return replace(both, extra={name: values[0] for name, values in numbers.items()})
     parts = slice(chosen_length), slice(chosen_length, None)
     extra = [{name: values[i] for name, values in numbers.items()} for i in range(len(parts))]
     chosen, rejected = (

@@ -46,6 +46,7 @@ def open_records(
         split=data.data_split,
         are_preferences=args.traits.pairs,
         other_columns=args.traits.other_columns,
+        are_labelled=args.traits.labels,
     )
     return checker_of(open_sources(data.data_path, options), tokenizer, encoding, images)
 
@@ -72,7 +73,12 @@ def _facts_of(source: Source, name: str, cache_dir: Path) -> KnownSource:
     return KnownSource(
         name=name,
         description=printable(source.describe()),
-        reading=repr((source.kind, source.format, source.columns, source.selection, source.on_unmarked_image)),
+        reading=repr(
+            (
+                *(source.kind, source.format, source.columns, source.selection, source.on_unmarked_image),
+                *source.columns.label,
+            )
+        ),
         bbox_type=source.bbox_type,
         roots=[path for path in (source.image_root, source.video_root, source.path) if path is not None],
         stamp="".join(file_stamp(source, path, cache_dir) for path in source.files),

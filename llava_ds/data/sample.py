@@ -112,9 +112,10 @@ class Sample:
     """One record. Paths are real and inside the given folders; media are in the order of the marks.
 
     messages: for a preference they end with the chosen answer; rejected: the messages with the rejected answer instead;
-    margin: by how much the chosen one is better; refs, boxes: the names and boxes of a conversation's marks; tools,
-    template_kwargs: as in Transcript; unread: keys of the record that have a value and are not read; other_columns: the
-    record without its conversation and media, a JSON object, "" unless the source keeps it.
+    margin: by how much the chosen one is better, or a single answer's label, 1 or -1; refs, boxes: the names and boxes
+    of a conversation's marks; tools, template_kwargs: as in Transcript; unread: keys of the record that have a value
+    and are not read; other_columns: the record without its conversation and media, a JSON object, "" unless the source
+    keeps it.
     """
 
     id: str

@@ -89,15 +89,17 @@ class Axis(NamedTuple):
 class ObjectiveTraits(NamedTuple):
     """Requirements of an objective on records and model. Defaults: supervised answers.
 
-    one_answer: trains on the last answer of a record only; pairs: records have two answers; draws: the model generates
-    answers, to be compared with the records'; other_columns: judges answers by the records' other columns; scores: the
-    model has a value head and generates no text; second_model: a model of the same size trains as the model's child;
-    metrics: names of eval metrics in addition to the loss; learning_rate: the usual rate, if the flag's default is too
-    high; needs: keys of PROPERTIES, each with the reason.
+    one_answer: trains on the last answer of a record only; pairs: records have two answers; labels: or one answer with
+    a label, true for a good one; draws: the model generates answers, to be compared with the records'; other_columns:
+    judges answers by the records' other columns; scores: the model has a value head and generates no text;
+    second_model: a model of the same size trains as the model's child; metrics: names of eval metrics in addition to
+    the loss; learning_rate: the usual rate, if the flag's default is too high; needs: keys of PROPERTIES, each with the
+    reason.
     """
 
     one_answer: bool = False
     pairs: bool = False
+    labels: bool = False
     draws: bool = False
     other_columns: bool = False
     scores: bool = False

@@ -53,11 +53,13 @@ EXTENSIONS: dict[str, Trigger] = {
     ),
     "preference": Trigger(
         "the better of two answers: direct preference optimisation, and reward models",
-        "beta loss_type label_smoothing rpo_alpha simpo_gamma cpo_alpha share_prompts no_share_prompts "
+        "beta loss_type label_smoothing rpo_alpha simpo_gamma cpo_alpha desirable_weight undesirable_weight "
+        "share_prompts no_share_prompts "
         "ref_model_name_or_path reward_loss center_rewards_coefficient",
         adds={
             "objective": {
                 "dpo": "the chosen of two answers, from records with chosen and rejected",
+                "kto": "good answers and not bad ones, from records with an answer and a label, or from the same",
                 "reward": "a score for answers, from the same records (docs/preference.md)",
             }
         },

@@ -51,7 +51,7 @@ def _on(image: Image.Image, one: SizedMedia, num_media: int, options: ImageOptio
 def _runs(row: dict[str, object], tokenizer: PreTrainedTokenizerBase) -> tuple[Run, ...]:
     """Return the runs of a sample; for a preference, of the chosen and then of the rejected answer."""
     ids, labels = row["input_ids"], row["labels"]
-    if (length := row.get("chosen_length")) is None:
+    if (length := row.get("chosen_length")) in (None, len(ids)):
         return runs_of(ids, labels, tokenizer)
     between = Run("context", 0, "\n--- the same with the rejected answer ---\n")
     parts = (runs_of(ids[part], labels[part], tokenizer) for part in (slice(length), slice(length, None)))

@@ -42,6 +42,7 @@ WITHOUT_REFERENCE_CASES = [
     {"trainer": "cpo", "loss_types": ["sigmoid"], "cpo_alpha": 1.0, "alone": True},
     {"trainer": "orpo", "beta": 0.1, "alone": True}, {"trainer": "orpo", "beta": 0.5, "alone": True},
 ]  # fmt: skip
+ANSWER_CASES = [{"beta": 0.1}, {"beta": 0.5, "weights": [1.3, 0.6]}, {"beta": 0.3, "far": True}]
 POLICY_SETTINGS = [
     {"loss_type": kind, "importance_sampling_level": level, "scale_rewards": scale, **more}
     for kind in ("dapo", "grpo", "dr_grpo")
@@ -74,6 +75,7 @@ def main(argv: list[str]) -> None:
         (difference(one, other), name)
         for name, ours, theirs in (
             ("pairs", known["pairs"], found["pairs"]),
+            ("answers", known["answers"], found["answers"]),
             ("policy", known["policy"]["results"], found["policy"]["results"]),
         )
         for one, other in zip(ours, theirs, strict=True)
@@ -91,12 +93,13 @@ def difference(known: dict, found: dict) -> float:
 
 
 def by_trl(python: str, folder: Path) -> dict[str, object]:
-    """Return inputs and TRL's results: versions, pairs and policy, in the form of the tests' file."""
+    """Return inputs and TRL's results: versions, pairs, answers and policy, in the form of the tests' file."""
     rng = np.random.default_rng(7)
     pairs, policy = pair_cases(rng, PAIR_CASES), policy_inputs(rng)
     pairs += pair_cases(rng, WITHOUT_REFERENCE_CASES)
+    answers = answer_cases(rng)
     given, results, log = (folder / name for name in ("given.json", "results.json", "log.txt"))
-    given.write_text(json.dumps({"model": str(LLAMA_PATH), "pairs": pairs, "policy": policy}))
+    given.write_text(json.dumps({"model": str(LLAMA_PATH), "pairs": pairs, "answers": answers, "policy": policy}))
     quiet = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_DATASETS_CACHE": str(folder / "trl")}
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     command = [python, str(Path(__file__).with_name("benchmark") / "trl_side.py"), str(given), str(results)]
@@ -106,11 +109,11 @@ def by_trl(python: str, folder: Path) -> dict[str, object]:
     if done.returncode:
         raise ConfigError(f"{command[1]} failed, see its log {log}:\n{log.read_text()[-3000:]}")
     found = json.loads(results.read_text())
-    for case, loss in zip(pairs, found["pairs"], strict=True):
+    for case, loss in zip([*pairs, *answers], [*found["pairs"], *found["answers"]], strict=True):
         case["loss"] = loss
     settings = policy.pop("settings")
     policy["results"] = [{"settings": one, **each} for one, each in zip(settings, found["policy"], strict=True)]
-    return {"versions": found["versions"], "pairs": pairs, "policy": policy}
+    return {"versions": found["versions"], "pairs": pairs, "answers": answers, "policy": policy}
 
 
 def as_text(found: dict[str, object]) -> str:
@@ -120,7 +123,8 @@ def as_text(found: dict[str, object]) -> str:
         return "[\n" + ",\n".join(json.dumps(value) for value in values) + "\n]"
 
     policy = "".join(f'  "{name}": {in_lines(values)},\n' for name, values in found["policy"].items())
-    parts = [f'"versions": {json.dumps(found["versions"])}', f'"pairs": {in_lines(found["pairs"])}']
+    parts = [f'"versions": {json.dumps(found["versions"])}']
+    parts += [f'"{name}": {in_lines(found[name])}' for name in ("pairs", "answers")]
     return "{\n" + ",\n".join([*parts, f'"policy": {{\n{policy[:-2]}\n}}']) + "\n}\n"
 
 
@@ -136,6 +140,18 @@ def pair_cases(rng: np.random.Generator, given: list[dict]) -> list[dict]:
         defaults = {"trainer": "dpo", "beta": 0.3, "label_smoothing": 0.0, "simpo_gamma": 0.0, "loss_weights": None}
         values = {"lengths": lengths.tolist(), "rows": rows, "reference": reference.tolist()}
         cases.append({**defaults, **case, **values})
+    return cases
+
+
+def answer_cases(rng: np.random.Generator) -> list[dict]:
+    """Generate labelled answers: log-probabilities of each and of a mismatched one, and both under the reference."""
+    cases = []
+    for case in ANSWER_CASES:
+        rows, other = ([logs(rng, int(rng.integers(1, LONGEST + 1))) for _ in range(2 * PAIRS)] for _ in range(2))
+        near, far = (np.round([sum(row) + rng.normal(0, 2) for row in each], 4) for each in (rows, other))
+        far += 5 if case.get("far") else -1  # an estimate below zero, or above
+        values = {"rows": rows, "mismatched": other, "reference": near.tolist(), "mismatched_reference": far.tolist()}
+        cases.append({"weights": [1.0, 1.0], **case, "labels": [bool(i % 3) for i in range(2 * PAIRS)], **values})
     return cases
 
 

@@ -88,6 +88,7 @@ FLAGS = {  # of every field of SourceOptions, a flag that changes it
     "split": {"data_split": "train"},
     "are_preferences": {"objective": "dpo"},
     "other_columns": {"objective": "grpo"},
+    "are_labelled": {"objective": "kto"},
 }
 
 

@@ -46,12 +46,14 @@ def write_pairs(folder: Path, number: int) -> dict[str, str]:
     return {"data_path": str(folder / "data.json"), "image_folder": str(folder / "images")}
 
 
-def read_pairs(folder: Path, given: dict) -> list:
-    """The pairs as training has them."""
+def read_pairs(folder: Path, given: dict, **options: object) -> list:
+    """The pairs as training has them. options: of SourceOptions."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "base" / "llama")
     sources = open_sources(
         given["data_path"],
-        SourceOptions(image_folder=given["image_folder"], cache_dir=str(folder / "own"), are_preferences=True),
+        SourceOptions(
+            image_folder=given["image_folder"], cache_dir=str(folder / "own"), are_preferences=True, **options
+        ),
     )
     dataset = open_encoded(
         sources,

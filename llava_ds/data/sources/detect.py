@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.sources.embedded import REJECTED
 from llava_ds.data.sources.fields import BASE64_BEGINNINGS, either
-from llava_ds.data.sources.options import ANSWERS, QUESTIONS, Columns, SourceOptions, short
-from llava_ds.data.sources.preferences import FORMS, pair_problem
+from llava_ds.data.sources.options import ANSWERS, GOOD_ANSWER_KEYS, QUESTIONS, Columns, SourceOptions, short
+from llava_ds.data.sources.preferences import FORMS, LABELLED_FORMS, pair_problem
 from llava_ds.data.sources.record_forms import CHOICE_KEYS, FIELDS_OF_ALL, FORM_FIELDS, WITHOUT_TURNS, present
 from llava_ds.data.sources.tars import IMAGE_SUFFIXES
 from llava_ds.data.sources.turn_lists import as_turns, is_turn_list
@@ -94,11 +94,13 @@ def detect(first: FirstRecords, columns: Columns, options: SourceOptions, path: 
     votes = Counter(filter(None, (_format_of(record, columns) for record in first.records)))
     found = options.data_format if options.data_format != "auto" else max(votes, key=votes.get, default=None)
     if options.are_preferences:
-        _refuse_no_preferences(first, columns, path)
+        _refuse_no_preferences(first, columns, options, path)
         found = "preference"
     if found is None:
         raise ConfigError(_unknown(first, columns, path))
     used = _used_fields(found, votes if options.data_format == "auto" else [])
+    if options.are_labelled:
+        used, columns = (*used, "completion", "output", "label"), replace(columns, label=GOOD_ANSWER_KEYS)
     if found != "preference":
         _refuse_pairs(first.records, columns.only(used), path)
     if "answer" in used and not {field for field, _ in options.columns} & set(ANSWERS):
@@ -184,14 +186,17 @@ def _begins_with_turn(value: object, name: str) -> bool:
     return is_turn_list(value) or (isinstance(value, (str, dict)) and is_turn_list(turns))
 
 
-def _refuse_no_preferences(first: FirstRecords, columns: Columns, path: str) -> None:
-    """Raise ConfigError if none of the first records has two answers."""
+def _refuse_no_preferences(first: FirstRecords, columns: Columns, options: SourceOptions, path: str) -> None:
+    """Raise ConfigError if none of the first records has two answers, or one with a label where it is read."""
+    if options.are_labelled and any(key in record for record in first.records for key in GOOD_ANSWER_KEYS):
+        return
+    labelled = ", or an answer with a label" if options.are_labelled else ""
     packed = ('"chosen"' in str(record.get("text")) for record in first.records)
     if not any(present(record, columns, ("chosen", "rejected")) for record in first.records) and not any(packed):
         found = f"the first: {first.reasons[0]}" if first.reasons else _shown(first.keys)
         raise ConfigError(
-            f"{path}: none of its first records has a chosen and a rejected answer ({found}), as pairs have; known are "
-            f"{FORMS}"
+            f"{path}: none of its first records has a chosen and a rejected answer{labelled} ({found}), as pairs have; "
+            f"known are {FORMS}" + (f"; {LABELLED_FORMS}" if labelled else "")
         )
 
 

@@ -1,5 +1,6 @@
 """Options of a source, raw records, and helpers for error messages."""
 
+import dataclasses
 import functools
 import reprlib
 from dataclasses import dataclass, fields, replace
@@ -40,7 +41,8 @@ class SourceOptions:
     """Options for reading --data_path.
 
     columns: (field, name in the records) pairs; split: of a folder with several; are_preferences: every record has two
-    answers; other_columns: samples keep the values that are not read (Sample.other_columns).
+    answers; other_columns: samples keep the values that are not read (Sample.other_columns); are_labelled: or records
+    have one answer with a label, true for a good one.
     """
 
     data_format: str = "auto"
@@ -53,6 +55,7 @@ class SourceOptions:
     split: str | None = None
     are_preferences: bool = False
     other_columns: bool = False
+    are_labelled: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class RawRecord:
 
 @dataclass(frozen=True)
 class Columns:
-    """The names that each field may have in a record."""
+    """The names that each field may have in a record. label: GOOD_ANSWER_KEYS if labels are read."""
 
     id: tuple[str, ...] = ("id",)
     turns: tuple[str, ...] = ("conversations", "messages")
@@ -93,6 +96,7 @@ class Columns:
     chosen: tuple[str, ...] = ("chosen",)
     rejected: tuple[str, ...] = ("rejected", "rejected_response", "rejected_messages")
     margin: tuple[str, ...] = ("margin",)
+    label: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # data without labels keep their fingerprint
 
     @classmethod
     def of(cls, columns: tuple[tuple[str, str], ...]) -> "Columns":

@@ -22,6 +22,12 @@ FORMS = (
     '"rejected_response": text}, or messages and a rejected_response'
 )
 
+LABELLED_FORMS = (
+    'with a label true or false instead: TRL: {"images": […], "prompt": text or messages, "completion": …, '
+    '"label": …}; ms-swift: {"messages": [… the answer], "label": …}; LLaMA-Factory: the same with "kto_tag"'
+)
+LABELS = {"true": 1.0, "1": 1.0, "false": -1.0, "0": -1.0}
+
 
 def as_conversations(record: dict, source: Source) -> tuple[dict, dict]:
     """Split the record into two conversations that end with the chosen and with the rejected answer.
@@ -100,6 +106,23 @@ def margin_of(record: dict, columns: Columns) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise DataError(f"has {short(margin)} under {name!r}, expected a number")
+    return number
+
+
+def has_label(record: dict, columns: Columns) -> bool:
+    """Return True for a record with one answer where labels are read, False for a pair."""
+    names = (*columns.chosen, *columns.rejected)
+    return bool(columns.label) and _unpacked(record) is record and all(record.get(name) in EMPTY for name in names)
+
+
+def label_of(record: dict, columns: Columns) -> float:
+    """Return 1 for a good answer, -1 for a bad one. Raises DataError."""
+    name, label = field_of(record, columns.label)
+    number = LABELS.get(str(label).lower())
+    if number is None:
+        raise DataError(
+            f"has {short(label)} under {name!r}, expected true or false for its only answer ({keys_of(record)})"
+        )
     return number
 
 

@@ -43,7 +43,7 @@ from llava_ds.data.sources.options import (
     TOOLS,
     short,
 )
-from llava_ds.data.sources.preferences import as_conversations, margin_of, pair_problem
+from llava_ds.data.sources.preferences import as_conversations, has_label, label_of, margin_of, pair_problem
 from llava_ds.data.sources.record_forms import UNMARKED_FORMS, as_conversation
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.turn_fields import gives_weights, join_calls, read_tools, to_json, weigh
@@ -73,6 +73,8 @@ def to_sample(text: str, source: Source, index: int) -> Sample:
         raise DataError(str(record[REJECTED]) if isinstance(record[REJECTED], str) else "was not written by a reader")
     if source.format != "preference":
         return _sample(record, source, index)
+    if has_label(record, source.columns):
+        return replace(_sample(record, source, index), margin=label_of(record, source.columns))
     chosen, rejected = (_sample(each, source, index) for each in as_conversations(record, source))
     if chosen.messages == rejected.messages:
         raise DataError("its chosen and rejected answers are the same: there is nothing to prefer")

@@ -1,1 +1,1 @@
-"""Preferences between two answers to a prompt: direct preference optimisation, and reward models."""
+"""Preferences between answers to a prompt: direct preference optimisation, KTO, and reward models."""

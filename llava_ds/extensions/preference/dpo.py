@@ -44,7 +44,7 @@ class PairLoss:
     @property
     def has_reference(self) -> bool:
         """True if the loss compares with a reference model."""
-        return self.loss_type in LOSS_TYPES["ref_model_name_or_path"]
+        return has_reference(self.loss_type)
 
     @property
     def own_weight(self) -> float:
@@ -78,6 +78,11 @@ class PairLoss:
         """Return the implicit rewards of the answers, (pairs, 2); arguments as for the loss."""
         ratios = log_probs - reference if self.has_reference else log_probs
         return self.beta * (ratios / lengths.clamp(min=1) if self.takes_means else ratios)
+
+
+def has_reference(loss_type: LossType) -> bool:
+    """Return True if the loss compares with a reference model."""
+    return loss_type in LOSS_TYPES["ref_model_name_or_path"]
 
 
 def log_odds(logs: torch.Tensor) -> torch.Tensor:

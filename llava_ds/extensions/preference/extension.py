@@ -1,11 +1,15 @@
 """The preference extension: its objectives, and the reference model's pass before the first step."""
 
+from collections.abc import Iterator
 from dataclasses import fields
 
+from deepspeed import DeepSpeedEngine
+
+from llava_ds.data.loader import Window
 from llava_ds.engine.runner import Direct, Runner
 from llava_ds.extensions.base import Extension, SessionPart
-from llava_ds.extensions.preference.dpo import DPO, PairLoss
-from llava_ds.extensions.preference.flags import LOSS_TYPES
+from llava_ds.extensions.preference.dpo import DPO, PairLoss, has_reference
+from llava_ds.extensions.preference.kto import KTO, AnswerLoss, Divergence, Mismatched, label_answers
 from llava_ds.extensions.preference.reference import Reference, add_reference, forward_digest
 from llava_ds.extensions.preference.reward import Reward, RewardLoss
 from llava_ds.runtime.mesh import Mesh
@@ -26,11 +30,14 @@ def plan_reference(draft: PlanDraft) -> FrozenPlan | None:
 
 
 def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Objective:
-    """Return DPO or Reward, instead of the plain objective."""
+    """Return DPO, KTO or Reward, instead of the plain objective."""
     own = plan.args.own["preference"]
     if plan.args.training.objective == "reward":
         loss = RewardLoss(own.center_rewards_coefficient, own.reward_loss)
         return Reward(loss, plain.num_sources, mesh.grad_ranks)
+    if plan.args.training.objective == "kto":
+        loss = AnswerLoss(own.beta, own.desirable_weight, own.undesirable_weight)
+        return KTO(loss, plain.num_sources, mesh.grad_ranks, mesh)
     loss = PairLoss(**{field.name: getattr(own, field.name) for field in fields(PairLoss)})
     return DPO(loss, plain.num_sources, mesh.grad_ranks, mesh)
 
@@ -41,6 +48,7 @@ class References(SessionPart):
 
     def __init__(self, plan: Plan, started: Start) -> None:
         super().__init__(plan, started)
+        self._divergence: Divergence | None = None  # of kto
         other = plan.own["preference"]
         configs = [plan.model.text_config, *([] if other is None else [other.model.text_config])]
         shares = shares_prompts(plan.args.own["preference"], plan.args, configs)
@@ -49,8 +57,15 @@ class References(SessionPart):
 
     def started(self, runner: Runner) -> None:
         plan, ranks, mesh = self.plan, self.ranks, self.mesh
-        needs = LOSS_TYPES["ref_model_name_or_path"]
-        if plan.args.training.objective != "dpo" or plan.args.own["preference"].loss_type not in needs:
+        data_sets, args = plan.data_sets, plan.args
+        if args.training.objective == "kto":
+            for dataset in data_sets:
+                label_answers(dataset)
+            mismatched = Mismatched.of(plan.steps.dataset, args.data.model_max_length)
+            data_sets = [*data_sets, mismatched]
+            workers = args.data.dataloader_num_workers
+            self._divergence = Divergence(mismatched, plan.steps, runner, mesh, workers)
+        elif args.training.objective != "dpo" or not has_reference(args.own["preference"].loss_type):
             return
         dtype, other = plan.resolved.compute_dtype, plan.own["preference"]
         if other is not None:
@@ -61,8 +76,11 @@ class References(SessionPart):
         described = described if other is None else (other.model, other.args, other.images)
         reference = Reference(runner, dtype, forward_digest(*described))
         workers = plan.args.data.dataloader_num_workers
-        for dataset in plan.data_sets:
+        for dataset in data_sets:
             print_first(add_reference(reference, dataset, plan.steps.packing, workers, ranks, mesh))
+
+    def windows(self, engine: DeepSpeedEngine, done: int, plain: Iterator[Window]) -> Iterator[Window]:
+        return plain if self._divergence is None else self._divergence.windows(done, plain)
 
 
 extension = Extension(plan=plan_reference, objective=objective, part=References)

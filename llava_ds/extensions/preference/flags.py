@@ -12,7 +12,9 @@ from llava_ds.extensions.base import ExtensionFlags, Number, ObjectiveTraits
 if TYPE_CHECKING:
     from llava_ds.config.arguments import Arguments
 
-_pairs, _ = flags_of("preference", goes_with="dpo reward")
+_pairs, _ = flags_of("preference", goes_with="dpo kto reward")
+_reference, _ = flags_of("preference", goes_with="dpo kto")
+_kto, _ = flags_of("preference", goes_with="kto")
 _dpo, _ = flags_of("preference", goes_with="dpo")
 _reward, _ = flags_of("preference", goes_with="reward")
 
@@ -32,6 +34,7 @@ METRICS = {
         *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
         *("logps/chosen", "logps/rejected"),
     ),
+    "kto": ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected"),
     "reward": (
         *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
         *("mean_reward", "min_reward", "max_reward"),
@@ -53,10 +56,10 @@ class Flags(ExtensionFlags):
         "logps/rejected": Number("Log-probability of rejected answers"),
     }
 
-    beta: Rate = _dpo(
+    beta: Rate = _reference(
         0.1,
-        "dpo: weight that keeps the model close to the reference model, its starting point; with orpo the weight of "
-        "the odds, λ in its paper.",
+        "dpo and kto: weight that keeps the model close to the reference model, its starting point; with orpo the "
+        "weight of the odds, λ in its paper.",
     )
     loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "cpo", "orpo"] = _dpo(
         "sigmoid",
@@ -71,16 +74,18 @@ class Flags(ExtensionFlags):
     )
     simpo_gamma: Rate = _dpo(0.5, "dpo with simpo: target margin of the chosen answer.")
     cpo_alpha: Rate = _dpo(1.0, "dpo with cpo: weight of the chosen answer's own loss per token.")
+    desirable_weight: Rate = _kto(1.0, "kto: weight of the loss of good answers.")
+    undesirable_weight: Rate = _kto(1.0, "kto: weight of the loss of bad answers.")
     share_prompts: bool = _pairs(
         True,
-        "dpo and reward: compute a prompt with its images once for its answers in a micro-batch; the loss is the same. "
-        "False: once for each answer.",
+        "dpo, kto and reward: compute a prompt with its images once for its answers in a micro-batch; the loss is the "
+        "same. False: once for each answer.",
         resume="layout",
     )
-    ref_model_name_or_path: str | None = _dpo(
+    ref_model_name_or_path: str | None = _reference(
         None,
-        "dpo: folder of the reference model. Absent: the model that the run starts from. It is in memory, whole on "
-        "every rank, until its log-probabilities are computed, at every start.",
+        "dpo and kto: folder of the reference model. Absent: the model that the run starts from. It is in memory, "
+        "whole on every rank, until its log-probabilities are computed, at every start.",
         path="model",
     )
     reward_loss: Literal["last", "tokens"] = _reward(
@@ -93,7 +98,8 @@ class Flags(ExtensionFlags):
     )
 
     def traits(self, objective: str) -> ObjectiveTraits | None:
-        """Return the traits: both objectives train on pairs; a reward model scores answers and generates none."""
+        """Return the traits: all train on pairs, kto also on single answers; a reward model scores answers and
+        generates none."""
         if objective not in METRICS:
             return None
         scores, needs = (
@@ -105,11 +111,14 @@ class Flags(ExtensionFlags):
         )
         if self.ref_model_name_or_path is not None:
             needs["whole_layers"] = "another reference model is whole on every rank, but one stage has images"
+        if objective == "kto":
+            needs["whole_layers"] = "another pass estimates the KL before every step"
         if scores:
             needs["whole_sample"] = "its answers are scored there"
         return ObjectiveTraits(
             one_answer=True,
             pairs=True,
+            labels=objective == "kto",
             scores=scores,
             metrics=METRICS[objective],
             learning_rate=1e-4 if scores else 1e-6,

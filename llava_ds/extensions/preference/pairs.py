@@ -34,12 +34,13 @@ class PairObjective:
         batch: Batch,
         metrics: dict[str, torch.Tensor],
         counted: torch.Tensor,
+        every: int = 2,
     ) -> MicroLoss:
         """Return forward's result, given the loss of every pair (pairs,).
 
-        rows: the engine's output; counted (pairs,) float64: each pair's weight in the log.
+        rows: the engine's output; counted (pairs,) float64: each pair's weight in the log; every: answers per loss.
         """
-        sources = batch.sources[: 2 * len(losses) : 2]
+        sources = batch.sources[: every * len(losses) : every]
         is_from = sources == torch.arange(self.num_sources, device=sources.device)[:, None]  # (sources, pairs)
         logged = losses.detach() * counted, counted
         by_source = torch.stack([torch.where(is_from, numbers, 0.0).sum(1) for numbers in logged])

@@ -22,7 +22,7 @@ from llava_ds.constants import DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.fingerprint import digest_of, versions_of
-from llava_ds.data.loader import micro_batches
+from llava_ds.data.loader import MicroBatch, micro_batches
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.placement import Placement, placement_of
 from llava_ds.engine.runner import Runner
@@ -67,7 +67,7 @@ def add_reference(
     path = dataset.folder / cache_name(dataset.fingerprint, weights, reference, ranks.device)
     if all(gather(path.is_file(), ranks)):
         dataset.of_answers["reference"] = _read(path, dataset.num_records)
-        return f"reference log-probabilities of {len(dataset):,} pairs: {path}"
+        return f"reference log-probabilities of {len(dataset):,} samples: {path}"
     began = time.perf_counter()
     found = log_probs(reference.runner, dataset, packing, num_workers, ranks.device, mesh)
     dataset.of_answers["reference"] = found
@@ -75,7 +75,7 @@ def add_reference(
         with write_errors(dataset.folder, "the reference log-probabilities"):
             write_whole(path, partial(_write, found), shared=True)
     seconds = time.perf_counter() - began
-    return f"reference log-probabilities of {len(dataset):,} pairs: computed in {seconds:.0f} s ({path})"
+    return f"reference log-probabilities of {len(dataset):,} samples: computed in {seconds:.0f} s ({path})"
 
 
 def cache_name(data: str, weights: str, reference: Reference, device: torch.device) -> str:
@@ -147,15 +147,27 @@ def log_probs(
                 continue
             sums, _ = sum_by_sample(rows, micro.batch)
         # Ranks that share a pair each have a part of its sums.
-        shown = list(range(len(micro.places)) if micro.numbers is None else micro.numbers)
+        place, number, is_shown = answers_of(micro)
         numbers = [int(dataset.rows[samples[i]]) for i in micro.places]
         records = torch.tensor(numbers, dtype=torch.int64, device=device)  # also without any
-        found[records, :2] = sums[: len(sums) // 2 * 2].view(-1, 2)[shown]
+        found[records[place[is_shown]], number[is_shown]] = sums[: len(place)][is_shown]
         found[records, 2] = float(micro.is_counted)
     model.train()
     with waiting("the reference log-probabilities"):
         values = runner.agree(sum_over(mesh.data_group, found)).cpu().numpy()
     return np.where(values[:, 2:] == 1.0, values[:, :2], np.nan)
+
+
+def answers_of(micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return of every answer of a micro-batch, (A,) each: its index in `places`, its number in the record, and False if
+    no rank counts it. Without numbers in the batch, records have two answers."""
+    sources, number = micro.batch.sources, micro.batch.extra.get("number")
+    number = torch.arange(len(sources), device=sources.device) % 2 if number is None else number.long()
+    items = (number == 0).cumsum(0) - 1
+    if micro.numbers is None:  # without a copy, which would wait for the device
+        return items, number, items < len(micro.places)
+    shown = torch.tensor(micro.numbers, dtype=torch.int64, device=sources.device)
+    return torch.searchsorted(shown, items), number, torch.isin(items, shown)
 
 
 def weights_digest(model: torch.nn.Module, mesh: Mesh) -> str:

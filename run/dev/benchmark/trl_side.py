@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import datasets
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -123,6 +123,32 @@ def pair_losses(model: str, cases: list[dict]) -> list[float]:
     return found
 
 
+def answer_losses(model: str, cases: list[dict]) -> list[float]:
+    """Return the losses of KTOTrainer for given log-probabilities of answers and of mismatched ones."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [{"prompt": "yes", "completion": answer, "label": answer == "no"} for answer in ("no", "two")]
+        options = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer_of(model)}
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        kto = KTOTrainer(loaded, args=KTOConfig(folder, per_device_train_batch_size=2, **COMMON), **options)
+        kto.precompute_ref_logps = True
+        for case in cases:
+            kto.beta, kto.desirable_weight, kto.undesirable_weight = case["beta"], *case["weights"]
+            rows, mismatched = padded(case["rows"]), padded(case["mismatched"])
+            shape = len(rows), rows.shape[1] + 1
+            ones, other = torch.ones(shape, dtype=torch.int64), torch.ones(shape[0], mismatched.shape[1] + 1).long()
+            inputs = {
+                "input_ids": ones, "attention_mask": ones, "completion_mask": ones,
+                "KL_input_ids": other, "KL_attention_mask": other, "KL_completion_mask": other,
+                "label": torch.tensor(case["labels"]), "ref_logps": torch.tensor(case["reference"]),
+                "ref_KL_logps": torch.tensor(case["mismatched_reference"]),
+            }  # fmt: skip
+            passes = iter([outputs_of(mismatched, other.shape[1]), outputs_of(rows, shape[1])])  # in TRL's order
+            loss = kto._compute_loss(lambda passes=passes, **given: next(passes)(**given), inputs, False)
+            found.append(loss.item())
+    return found
+
+
 def policy_losses(model: str, given: dict) -> list[dict]:
     """Return GRPOTrainer's advantages, and its losses for given log-probabilities."""
     found = []
@@ -147,6 +173,7 @@ def main() -> None:
     found = {
         "versions": {name: version(name) for name in ("trl", "transformers", "torch", "accelerate")},
         "pairs": pair_losses(given["model"], given["pairs"]),
+        "answers": answer_losses(given["model"], given["answers"]),
         "policy": policy_losses(given["model"], given["policy"]),
     }
     Path(sys.argv[2]).write_text(json.dumps(found))

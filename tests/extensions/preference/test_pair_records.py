@@ -92,7 +92,7 @@ def test_pairs_are_not_learned_as_conversations(name, kind, tmp_path, tokenizer)
         options = SourceOptions(image_folder=str(tmp_path), cache_dir=str(tmp_path / "cache"))
         if records[0] is not plain:
             with pytest.raises(
-                ConfigError, match=r"has .* part of a pair of answers \(--objective dpo or reward learns those"
+                ConfigError, match=r"has .* part of a pair of answers \(--objective dpo or kto or reward learns those"
             ):
                 open_sources(str(path), options)
             continue
@@ -102,7 +102,7 @@ def test_pairs_are_not_learned_as_conversations(name, kind, tmp_path, tokenizer)
         )
         rows = [data.row(i) for i in range(3)]
         assert [bool(row["reason"]) for row in rows] == [False, False, True]
-        assert "part of a pair of answers (--objective dpo or reward learns those)" in rows[2]["reason"]
+        assert "part of a pair of answers (--objective dpo or kto or reward learns those)" in rows[2]["reason"]
 
 
 def test_the_better_answers_alone_are_learned_where_they_are_named(tmp_path, tokenizer):

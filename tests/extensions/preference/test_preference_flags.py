@@ -24,6 +24,13 @@ def refusal(*flags: str) -> str:
         ),
         (["--label_smoothing", "0.1"], "--label_smoothing belongs to --objective dpo, which is sft: leave one of them"),
         (["--objective", "reward", "--rpo_alpha", "1"], "--rpo_alpha belongs to --objective dpo, which is reward"),
+        (
+            ["--objective", "dpo", "--desirable_weight", "2"],
+            "--desirable_weight belongs to --objective kto",
+        ),
+        (["--objective", "kto", "--loss_type", "ipo"], "--loss_type belongs to --objective dpo"),
+        (["--objective", "reward", "--beta", "1"], "--beta belongs to --objective dpo and kto"),
+        (["--objective", "kto"], "--objective kto needs --data_path with preferences"),
         (["--objective", "reward"], "--objective reward needs --data_path with preferences"),
         (["--reward_loss", "tokens"], "--reward_loss belongs to --objective reward, which is sft"),
         (["--objective", "reward", "--tune_mm_mlp_adapter", "True"], "train the language model as well"),

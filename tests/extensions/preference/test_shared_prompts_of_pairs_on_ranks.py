@@ -23,6 +23,9 @@ SLOW = {
     "dpo on shared matrices": (2, 1, {"tensor_parallel_size": 2}),
     "cpo": (2, 2, {"loss_type": "cpo"}),
     "orpo": (2, 3, {"loss_type": "orpo"}),
+    "kto": (2, 2, {"objective": "kto"}),
+    "kto on shared tokens": (2, 3, {"objective": "kto", **WIDE}),
+    "kto on shared matrices": (2, 1, {"objective": "kto", "tensor_parallel_size": 2}),
     "dpo alone": (1, 2, {}),
     "dpo alone, recomputed": (1, 0, {"gradient_checkpointing": "all"}),
 }

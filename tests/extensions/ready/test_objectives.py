@@ -96,7 +96,7 @@ def opened(family: str, folder: Path, text: dict[str, int] | None = None, **flag
     return SimpleNamespace(
         family=family, flags=flags, plan=plan, args=args, model=model, options=options, shares=data.shares_prompts,
         theirs=AutoModelForImageTextToText.from_pretrained(folder / "base", dtype=dtype),
-        pairs=[data[i] for i in range(len(data))], images=Path(images),
+        data=data, pairs=[data[i] for i in range(len(data))], images=Path(images),
         processor=ready_models.open_processor(folder / "base", family),
     )  # fmt: skip
 
@@ -207,6 +207,38 @@ def test_preferences(ready, loss_type):
         each = -logsigmoid(beta * (sums[:, 0] / lengths[:, 0] - sums[:, 1] / lengths[:, 1]) - gamma)
     expected = (each - alpha * sums[:, 0] / lengths[:, 0]).sum()
     compare(found.loss_sum, expected, [ready.model], [ready.theirs])
+
+
+@needs_extension("preference")
+def test_labelled_answers(ready):
+    """KTO on both answers to every question, and the answers to other questions for its KL estimate."""
+    from llava_ds.extensions.preference.kto import KTO, AnswerLoss, Mismatched, label_answers
+    from llava_ds.model.heads import LogProbs, sum_by_sample
+
+    label_answers(ready.data)
+    mismatched = Mismatched.of(ready.data, 512)
+    ready.data.of_answers = {}
+    samples = [sample for i in range(len(mismatched)) for sample in mismatched[i].samples]
+    batch = collate(samples, ready.options)
+    with torch.no_grad():
+        found, _ = sum_by_sample(ready.model(batch, LogProbs()), batch)
+        far = []
+        for i in range(len(ANSWERS)):
+            for other in ready.pairs[i - 1].samples:
+                ids = other.input_ids[other.labels != IGNORE_INDEX].tolist()
+                far.append(log_probs(ready.theirs, *drawn_inputs(ready, i, tuple(ids))).sum())
+    assert found.tolist() == pytest.approx(torch.stack(far).tolist(), rel=CLOSE)
+
+    loss, kl = AnswerLoss(0.3, 1.3, 0.6), 0.7
+    rows = [log_probs(ready.theirs, *answered(ready, i, text)) for i, both in enumerate(ANSWERS) for text in both]
+    sums = torch.stack([row.sum() for row in rows])
+    reference = sums.detach() + torch.randn(sums.shape, generator=torch.Generator().manual_seed(1))
+    given = {name: batch.extra[name] for name in ("label", "weight", "share")}
+    plain = batch_of_pairs(ready).with_extra(reference=reference, kl=torch.tensor(kl), **given)
+    found = KTO(loss, 1, 1).forward(ready.model, plain)
+    ratios = (sums - reference).view(-1, 2)
+    good, bad = 1 - torch.sigmoid(0.3 * (ratios[:, 0] - kl)), 1 - torch.sigmoid(0.3 * (kl - ratios[:, 1]))
+    compare(found.loss_sum, ((1.3 * good + 0.6 * bad) / 2).sum(), [ready.model], [ready.theirs])
 
 
 def with_head(ready, seed: int) -> tuple[torch.nn.Module, torch.nn.Parameter]:
