@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 119,
-    "imported lines": 19000,
+    "imported lines": 19009,
     "files at the end": 190,
     "lines at the end": 27700,
     "feature words": 60,
     "kernel files": 41,
     "kernel lines": 5966,
-    "all lines": 72130,
+    "all lines": 72473,
 }
 
 # What one reads to understand training.
