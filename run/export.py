@@ -181,7 +181,8 @@ def main(argv: list[str]) -> None:
 
 def _check_is_not_read(output_dir: Path, source: Path, export: ExportPlan) -> None:
     """Refuse to replace a model that the new one is read from: it may be the only copy."""
-    sources = [getattr(export.model.sources, field.name) for field in dataclasses.fields(export.model.sources)]
+    given = vars(export.model.sources)
+    sources = [*(part for name, part in given.items() if name != "own"), *given["own"].values()]
     parts = [each for part in sources if part is not None for each in (part, part.beside) if each is not None]
     paths = [source, *(Path(part.path) for part in parts)]
     if output_dir.resolve() in [(path.parent if path.is_file() else path).resolve() for path in paths]:
