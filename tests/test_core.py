@@ -27,7 +27,7 @@ BARS = {
     "feature words": 60,
     "kernel files": 41,
     "kernel lines": 5966,
-    "all lines": 72473,
+    "all lines": 72474,
 }
 
 # What one reads to understand training.
