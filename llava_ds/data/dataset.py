@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from llava_ds.data.sources.source import Source
 
 ENCODING_VERSION = 8  # raise it when the same records would give other rows
-ROWS_FORMAT = "shards 4"  # file format: changing it makes a new cache with the same fingerprint
-PAIR_ROWS_FORMAT = "pairs 4"  # the same for preferences
+ROWS_FORMAT = "shards 5"  # file format: changing it makes a new cache with the same fingerprint
+PAIR_ROWS_FORMAT = "pairs 5"  # the same for preferences
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
@@ -153,6 +153,11 @@ class EncodedDataset(torch.utils.data.Dataset):
     def num_targets(self) -> np.ndarray:
         """Supervised tokens of each sample, (samples,) int32."""
         return self.index.num_targets
+
+    @property
+    def sizes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, supervised tokens, tiles and pairs of tiles of each sample, (samples,) each."""
+        return self.lengths, self.num_targets, self.index.num_tiles, self.index.tile_pairs
 
     def __len__(self) -> int:
         return len(self.rows)

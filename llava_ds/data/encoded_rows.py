@@ -56,6 +56,8 @@ ROWS = pa.schema(
         ("num_targets", pa.int32()),
         ("num_turns", pa.int32()),
         ("num_pictures", pa.int32()),
+        ("num_tiles", pa.int32()),
+        ("tile_pairs", pa.int64()),
         ("words", pa.int32()),
         ("truncated", pa.bool_()),
         *COLUMNS,

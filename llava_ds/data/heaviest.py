@@ -34,10 +34,30 @@ def heaviest(plan: StepPlan, done: int) -> list[int]:
     elif left > SCANNED_SAMPLES:
         number = min(packing.micro_batch_size, len(lengths))
         longest = np.argpartition(lengths, -number)[-number:]
+        longest = longest[np.argsort(-lengths[longest])]  # a micro-batch may have the first of them twice
         return np.resize(longest, packing.micro_batch_size).tolist()
     elif not packing.ends_epochs_within_steps(len(lengths)):
         return _heaviest_of(plan, itertools.islice(plan.after(_heaviest_step(plan, done)), min(1, left)))
     return _heaviest_of(plan, plan.after(done))
+
+
+def most_worked(plan: StepPlan, done: int, tried: list[int]) -> list[int]:
+    """Return the samples of the remaining micro-batch with the most work (most_work), [] for `tried`.
+
+    Packs of equal work differ in tokens, and memory grows with both: with the layers' tokens, and with the tiles of a
+    trained tower. So the trial takes the pack of most tokens and this one; neither has more tokens than any pack may
+    have. [] also where packs are not of one work: by count, without costs, while the data are being encoded, and where
+    laying out all steps would take long.
+    """
+    packing, left = plan.packing, (plan.num_steps - done) * plan.batch_size
+    if packing.tokens_per_micro_batch is None or not any(packing.costs_beside) or left > PLANNED_SAMPLES:
+        return []
+    if not plan.dataset.is_whole:
+        return []
+    work = most_work(plan)
+    micro_batches = (micro for layout in plan.after(done) for rank in layout.of_ranks for micro in rank)
+    found = max(micro_batches, key=lambda micro: int(work[micro].sum()), default=[])
+    return [] if found == tried else found
 
 
 def _heaviest_of(plan: StepPlan, layouts: Iterable[StepLayout]) -> list[int]:
@@ -69,21 +89,31 @@ def _heaviest_step(plan: StepPlan, done: int) -> int:
     return found
 
 
+def most_work(plan: StepPlan) -> np.ndarray:
+    """Upper bound of each sample's cost in any step, (samples,) int64 (packing.sample_costs)."""
+    from llava_ds.data.packing import work_beside
+
+    tokens, *others = plan.dataset.sizes
+    tokens = tokens.astype(np.int64)
+    attention = (plan.packing.pair_cost * tokens**2).astype(np.int64)
+    return tokens + attention + np.ceil(work_beside(others, plan.packing.costs_beside)).astype(np.int64)
+
+
 def _most_tokens(plan: StepPlan, done: int) -> int:
     """Compute an upper bound of the tokens in any remaining pack.
 
     plan_by_tokens puts the heaviest sample first into the lightest pack, whose cost is then at most the mean, and
     no exchange makes the heaviest pack heavier. Packs that are still too long are cut to the bound, which is lower.
-    Samples cost at least their number of tokens.
+    Samples cost at least their number of tokens, and at most all of their work.
     """
-    packing, lengths, longest = plan.packing, plan.dataset.lengths, int(plan.dataset.lengths.max())
-    cost_of_longest = int(packing.costs(np.array([longest]))[0])
+    packing, longest = plan.packing, int(plan.dataset.lengths.max())
+    work = most_work(plan)
     if (plan.num_steps - done) * plan.batch_size > SCANNED_SAMPLES:
-        step_cost = plan.batch_size * cost_of_longest
+        step_cost = plan.batch_size * int(work.max())
     else:
         scan = plan.order.scan(plan.batch_size, done, plan.num_steps)
-        step_cost = max(int(packing.costs(lengths[rows].astype(np.int64)).sum(1).max()) for _, rows in scan)
-    evened = math.ceil(step_cost / packing.dp) + cost_of_longest
+        step_cost = max(int(work[rows].sum(1).max()) for _, rows in scan)
+    evened = math.ceil(step_cost / packing.dp) + int(work.max())
     return max(longest, min(packing.tokens_per_micro_batch, evened))
 
 

@@ -1,6 +1,6 @@
 """Lay out the samples of one optimizer step on ranks and micro-batches.
 
-The plan depends on the samples' lengths alone, so every rank computes the same one without communication.
+The plan depends on the samples' sizes alone, so every rank computes the same one without communication.
 
 Packs are evened out by a local search, because every round takes as long as its slowest rank. Without it (heaviest
 sample first into the lightest pack, best fit where that breaks the bound), steps of 128 to 2,048 samples of LLaVA-1.5's
@@ -48,6 +48,29 @@ def plans_across_epochs(
                 yield [list(micro_batches) for micro_batches in zip(*step)]
                 step = []
         begun = 0
+
+
+def sample_costs(
+    tokens: np.ndarray, others: Sequence[np.ndarray], pair_cost: float, costs_beside: Sequence[float]
+) -> np.ndarray:
+    """Cost of each sample of a step, (samples,) int64: all its work, in units of one token.
+
+    others: supervised tokens, tiles and pairs of tiles of each, or nothing. A sample of L tokens costs
+    L + pair_cost L**2 (matrices and attention) and costs_beside times the others (output layer and tower), both in
+    units of one token's matrices. What every sample has beside each of its tokens is part of the unit, so that samples
+    without images and with equal shares of supervised tokens cost L + pair_cost L**2.
+    """
+    costs = tokens + (pair_cost * tokens**2).astype(np.int64)
+    if not len(others) or not any(costs_beside) or not len(tokens):
+        return costs
+    beside = work_beside(others, costs_beside)
+    common = (beside / tokens).min()
+    return costs + ((beside - common * tokens) / (1 + common)).astype(np.int64)
+
+
+def work_beside(others: Sequence[np.ndarray], costs_beside: Sequence[float]) -> np.ndarray:
+    """Work of each sample in the output layer and the tower, in tokens. others, costs_beside: as in sample_costs."""
+    return sum(cost * np.asarray(each) for cost, each in zip(costs_beside, others, strict=True))
 
 
 def plan_by_tokens(
@@ -121,7 +144,22 @@ def _even_packs(lengths: np.ndarray, costs: np.ndarray, num_packs: int, max_toke
         sizes, entries = _joined(packs)
         places = entries % count
         tokens = _sums(sizes, lengths[places])
-    return _parts(sizes, places) if ((tokens <= max_tokens) | (sizes < 2)).all() else None
+    if not ((tokens <= max_tokens) | (sizes < 2)).all():
+        return None
+    packs, by_length = _parts(sizes, places), np.argsort(lengths, kind="stable")
+    if (np.diff(costs[by_length]) >= 0).all():  # packs of equal length are of nearly equal cost
+        return packs
+    return _even_within(packs, lengths, costs, max_tokens)
+
+
+def _even_within(packs: list[list[int]], lengths: np.ndarray, costs: np.ndarray, max_tokens: int) -> list[list[int]]:
+    """Even out packs of sample positions by cost. Packs within max_tokens tokens stay within it."""
+    count, cost_of = len(lengths), costs.tolist()
+    entries = [sorted([i - cost_of[i] * count for i in pack]) for pack in packs]
+    loads = [sum([cost_of[i] for i in pack]) for pack in packs]
+    within = functools.partial(_exchange_within, tokens=lengths.tolist(), max_tokens=max_tokens)
+    _even(entries, loads, count, int(_EVEN_ENOUGH * sum(loads) / len(loads)), 0, within)
+    return [[entry % count for entry in pack] for pack in entries]
 
 
 def _entries(weights: np.ndarray) -> np.ndarray:
@@ -187,9 +225,8 @@ def _filled_up(
         for half in (p, len(filled) - 1):
             if len(filled[half]) > 1:
                 heapq.heappush(heap, (-loads[half], half))
-    within = functools.partial(_exchange_within, tokens=lengths.tolist(), max_tokens=max_tokens)
-    _even(filled, loads, count, int(_EVEN_ENOUGH * sum(loads) / len(loads)), 0, within)
-    return [[entry % count for entry in pack] for pack in filled] + [[] for _ in range(num_packs - len(filled))]
+    evened = _even_within([[entry % count for entry in pack] for pack in filled], lengths, costs, max_tokens)
+    return evened + [[] for _ in range(num_packs - len(filled))]
 
 
 def _even(

@@ -31,7 +31,7 @@ from llava_ds.data.sample import IMAGE_LEFT_OUT, Media, Sample, Transcript
 from llava_ds.data.seen_files import SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
 from llava_ds.extensions.active import record_fields
-from llava_ds.layouts import ImageText
+from llava_ds.layouts import ImageText, MediaLayout
 from llava_ds.runtime.ranks import printable
 
 Row = dict[str, object]  # a row of ROWS, with "seen" for COLUMNS, and "input_ids", "labels" and "weights" in full
@@ -126,14 +126,15 @@ class Checker:
             if sample.refs or sample.boxes:
                 sample, boxes = write_objects(sample, [one.sizes for one in media], self.image_options)
                 media = tuple(replace(one, boxes=numbers) for one, numbers in zip(media, boxes, strict=True))
-            marks = [layout_of(one, len(media), self.image_options).mark for one in media]
+            layouts = [layout_of(one, len(media), self.image_options) for one in media]
+            marks = [layout.mark for layout in layouts]
             transcripts = sample.transcripts
             for transcript in transcripts:
                 if reason := self.prompts.reason(transcript, marks):
                     raise DataError(reason)
         except DataError as error:
             return _rejected(sample.id, error)
-        return _Checked(sample, transcripts, media, seen, marks, fields)
+        return _Checked(sample, transcripts, media, seen, layouts, fields)
 
     def _look_at(self, media: Media) -> tuple[SizedMedia, list[SeenFile]]:
         try:
@@ -178,6 +179,8 @@ class Checker:
             "margin": sample.margin,
             "num_turns": turns,
             "num_pictures": sum([len(sized.sizes) for sized in one.media]),
+            "num_tiles": sum([layout.num_tiles for layout in one.layouts]),
+            "tile_pairs": sum([layout.tile_pairs for layout in one.layouts]),
             "words": words if has_field else -words,
             "truncated": any([coded.truncated for coded in answers]),
             "unmarked": sample.unmarked,
@@ -213,14 +216,19 @@ def _without_collector() -> Iterator[None]:
 
 @dataclass
 class _Checked:
-    """A checked record, ready to encode. marks: MediaLayout.mark of each of its media; fields: of plugins, JSON."""
+    """A checked record, ready to encode. layouts: of each of its media; fields: of plugins, JSON."""
 
     sample: Sample
     transcripts: list[Transcript]
     media: tuple[SizedMedia, ...]
     seen: list[SeenFile]
-    marks: list[int | ImageText]
+    layouts: list[MediaLayout]
     fields: str | None = None
+
+    @property
+    def marks(self) -> list[int | ImageText]:
+        """What the encoder inserts for each of the media."""
+        return [layout.mark for layout in self.layouts]
 
 
 def fields_to_text(record: bytes) -> str:
@@ -250,7 +258,8 @@ def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
     """Build the row of a rejected record: only its id and the reason are set."""
     nothing = np.empty(0, np.int32)
     return {
-        **dict.fromkeys(("length", "num_targets", "num_turns", "num_pictures", "words", "chosen_length", "margin"), 0),
+        **dict.fromkeys(("length", "num_targets", "num_turns", "num_pictures", "num_tiles", "tile_pairs"), 0),
+        **dict.fromkeys(("words", "chosen_length", "margin"), 0),
         **{"input_ids": nothing, "labels": nothing, "media": "[]", "truncated": False, "unmarked": "", "seen": []},
         **{"unread": "", "left_out": 0, "other_columns": None},
         "id": printable(id),

@@ -21,7 +21,7 @@ from llava_ds.data.mapped_arrays import Mapped, mapped
 from llava_ds.data.sample import IMAGE_LEFT_OUT, UNMARKED_TEXTS
 from llava_ds.data.seen_files import contents_digest
 
-VERSION = 3  # raise it when the same rows would give another index
+VERSION = 4  # raise it when the same rows would give another index
 
 LLAVA_TOKENS_PER_IMAGE = 128  # words that LLaVA's data set adds to a sample with images
 
@@ -36,8 +36,9 @@ class SampleIndex:
     """Numbers of the samples, in their order.
 
     rows: each sample's row in the table of all records; lengths: tokens; num_targets: supervised tokens; words: LLaVA's
-    measure of length, negative without images; words_next: LLaVA-NeXT's; num_images: images and videos; all (samples,)
-    int32. folder: for other data derived from the samples alone; facts: sums over the samples, from _sums.
+    measure of length, negative without images; words_next: LLaVA-NeXT's; num_images: images and videos; num_tiles: of
+    both; all (samples,) int32; tile_pairs: as in Counts, int64. folder: for other data derived from the samples alone;
+    facts: sums over the samples, from _sums.
     """
 
     folder: Path
@@ -47,6 +48,8 @@ class SampleIndex:
     words: np.ndarray
     words_next: np.ndarray
     num_images: np.ndarray
+    num_tiles: np.ndarray
+    tile_pairs: np.ndarray
     facts: dict[str, object]
 
     def part(self, name: str, draw: Callable[[], np.ndarray], table: RowTable) -> "SampleIndex":
@@ -79,7 +82,7 @@ class TableIndex:
     has_boxes: bool
 
 
-_COLUMNS = ("rows", "lengths", "num_targets", "words", "words_next", "num_images")
+_COLUMNS = ("rows", "lengths", "num_targets", "words", "words_next", "num_images", "num_tiles", "tile_pairs")
 
 
 def index_of(table: RowTable, generation: Path) -> TableIndex:
@@ -115,6 +118,7 @@ def _made(table: RowTable) -> Mapped:
         "words": words,
         "words_next": np.abs(words) + LLAVA_TOKENS_PER_IMAGE * _has_images_of_next(table)[rows].astype(np.int32),
         "num_images": numbers(table, "num_pictures")[rows],
+        **{name: numbers(table, name)[rows] for name in ("num_tiles", "tile_pairs")},
     }
     facts = {
         "outcome": [_sha256(accepted), _sha256(lengths)],

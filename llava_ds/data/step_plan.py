@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,8 +46,8 @@ class Packing:
 
     dp: number of rank groups with separate samples; axes: split the samples further among the ranks of a group.
     tokens_per_micro_batch: packs of at most this many tokens, evened out by cost; None: micro-batches by count.
-    across_epochs: steps of whole micro-batches that continue into the next epoch, as in LLaVA's trainer. pair_cost: a
-    sample of L tokens costs L + pair_cost * L**2; the second term is attention.
+    across_epochs: steps of whole micro-batches that continue into the next epoch, as in LLaVA's trainer. pair_cost,
+    costs_beside: of a sample's parts (packing.sample_costs).
     """
 
     dp: int
@@ -56,15 +56,16 @@ class Packing:
     tokens_per_micro_batch: int | None
     across_epochs: bool = False
     pair_cost: float = 0.0
+    costs_beside: tuple[float, float, float] = (0.0, 0.0, 0.0)
     axes: tuple[Axis, ...] = ()
 
     @classmethod
-    def of(cls, args: Arguments, dp: int, tokens: int | None, pair_cost: float) -> "Packing":
-        """Read the flags. tokens: resolved value of --tokens_per_micro_batch auto, per rank."""
+    def of(cls, args: Arguments, dp: int, tokens: int | None, *costs: float | tuple) -> "Packing":
+        """Read the flags. tokens: resolved value of --tokens_per_micro_batch auto, per rank; costs: the last fields."""
         training, axes = args.training, args.axes
         size, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
         bound = None if tokens is None else tokens * args.ranks_per_token
-        return cls(dp, size, accumulation, bound, steps_go_across_epochs(training), pair_cost, axes)
+        return cls(dp, size, accumulation, bound, steps_go_across_epochs(training), *costs, axes=axes)
 
     @property
     def shared(self) -> int:
@@ -88,21 +89,12 @@ class Packing:
         """Micro-batches of each rank in one pass over the data."""
         return math.ceil(num_samples / (self.dp * self.micro_batch_size))
 
-    def steps(
-        self,
-        order: SampleOrder,
-        lengths: Sequence[int],
-        done: int,
-        wait_for: Callable[[Sequence[int]], None] = lambda samples: None,
-    ) -> Iterator[StepLayout]:
-        """Lay out all steps after `done`, endlessly. lengths: of the whole data set.
-
-        wait_for: returns once samples can be loaded and their lengths are known (EncodedDataset.wait_for).
-        """
+    def steps(self, order: SampleOrder, dataset: EncodedDataset, done: int) -> Iterator[StepLayout]:
+        """Lay out all steps after `done`, endlessly. Waits until a step's samples are encoded."""
         if not self.across_epochs:
             for samples in order.steps(done):
-                wait_for(samples)
-                yield StepLayout(samples, self.lay_out(samples, lengths))
+                dataset.wait_for(samples)
+                yield StepLayout(samples, self.lay_out(samples, dataset))
             return
         from llava_ds.data.packing import plans_across_epochs
 
@@ -118,28 +110,29 @@ class Packing:
         for of_ranks in itertools.islice(plans, passed, None):
             in_turn = itertools.chain.from_iterable(zip(*of_ranks))  # the first micro-batch of every rank, and so on
             samples = [sample for micro_batch in in_turn for sample in micro_batch]
-            wait_for(samples)
+            dataset.wait_for(samples)
             yield StepLayout(samples, of_ranks)
 
-    def lay_out(self, samples: list[int], lengths: Sequence[int]) -> list[list[list[int]]]:
+    def lay_out(self, samples: list[int], dataset: EncodedDataset) -> list[list[list[int]]]:
         """Lay out the samples of one step: [rank][micro-batch] -> samples."""
         if self.tokens_per_micro_batch is None:
             return plan_by_count(samples, self.dp, self.num_micro_batches, self.micro_batch_size)
         from llava_ds.data.packing import plan_by_tokens
 
-        tokens = np.asarray(lengths)[samples].astype(np.int64)
-        return plan_by_tokens(samples, tokens, self.dp, self.tokens_per_micro_batch, self.costs(tokens))
+        tokens, *others = (np.asarray(each)[samples].astype(np.int64) for each in dataset.sizes)
+        return plan_by_tokens(samples, tokens, self.dp, self.tokens_per_micro_batch, self.costs(tokens, *others))
 
-    def costs(self, tokens: np.ndarray) -> np.ndarray:
-        """Cost of samples of these lengths in tokens, int64."""
-        return tokens + (self.pair_cost * tokens**2).astype(np.int64)
+    def costs(self, tokens: np.ndarray, *others: np.ndarray) -> np.ndarray:
+        """Cost of each sample of a step in tokens, int64. others: the other EncodedDataset.sizes (default: 0)."""
+        from llava_ds.data.packing import sample_costs
 
-    def lay_out_all(self, lengths: Sequence[int]) -> list[list[list[int]]]:
-        """Lay out a whole data set as one step, with equally many micro-batches on every rank. lengths: of the data
-        set."""
-        samples = list(range(len(lengths)))
+        return sample_costs(tokens, others, self.pair_cost, self.costs_beside)
+
+    def lay_out_all(self, dataset: EncodedDataset) -> list[list[list[int]]]:
+        """Lay out a whole data set as one step, with equally many micro-batches on every rank."""
+        samples = list(range(len(dataset.lengths)))
         if self.tokens_per_micro_batch is not None:
-            return self.lay_out(samples, lengths)
+            return self.lay_out(samples, dataset)
         return plan_by_count(samples, self.dp, self.micro_batches_per_epoch(len(samples)), self.micro_batch_size)
 
 
@@ -181,7 +174,7 @@ class StepPlan:
         return next(self._from(step - 1))
 
     def _from(self, done: int) -> Iterator[StepLayout]:
-        return self.packing.steps(self.order, self.dataset.lengths, done, self.dataset.wait_for)
+        return self.packing.steps(self.order, self.dataset, done)
 
     def samples(self, step: int) -> list[int]:
         """Samples of one step, in order."""

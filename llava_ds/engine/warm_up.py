@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpee
 from torch import nn
 
 from llava_ds.batch import Batch
-from llava_ds.data.heaviest import heaviest
+from llava_ds.data.heaviest import heaviest, most_worked
 from llava_ds.data.loader import micro_batches
 from llava_ds.data.step_plan import StepPlan
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
@@ -35,13 +35,14 @@ class LargestMicroBatch:
     """The largest remaining micro-batch by tokens, the same on every rank (heaviest).
 
     samples: indices in the data set; accumulates: True if steps have several micro-batches, so that gradients are
-    accumulated; probe: the objective's.
+    accumulated; probe: the objective's; most_worked: the micro-batch with the most work, if it is another.
     """
 
     batch: Batch
     samples: list[int]
     accumulates: bool
     probe: Head = SUMMED
+    most_worked: Batch | None = None
 
     def summed(self, engine, batch: Batch) -> torch.Tensor:
         """Run forward, and return the sum of all numbers that the probe computes, a float32 scalar."""
@@ -86,10 +87,13 @@ def largest_micro_batch(plan: StepPlan, done: int, probe: Head, ranks: Ranks, me
     Collective; only rank 0 searches for it.
     """
     samples = broadcast_from_first(ranks, lambda: heaviest(plan, done))
-    batch = next(micro_batches(plan.dataset, [samples], 0, ranks.device, mesh)).batch
+    other = broadcast_from_first(ranks, lambda: most_worked(plan, done, samples))
+    batch, *others = (
+        micro.batch for micro in micro_batches(plan.dataset, [samples, *[other] * bool(other)], 0, ranks.device, mesh)
+    )
     layouts = itertools.islice(plan.after(done), STEPS_LOOKED_AT)
     accumulates = any(len(layout.of_ranks[0]) > 1 for layout in layouts)
-    return LargestMicroBatch(batch, samples, accumulates, probe)
+    return LargestMicroBatch(batch, samples, accumulates, probe, *others)
 
 
 def warm_up(runner: Runner, largest: LargestMicroBatch, held_bytes: int = 0) -> None:
@@ -99,7 +103,8 @@ def warm_up(runner: Runner, largest: LargestMicroBatch, held_bytes: int = 0) -> 
     Collective.
     """
     with discard_gradients(runner.engine, held_bytes):
-        runner.warm_up(largest.batch, largest.summed, largest.accumulates)
+        for batch in filter(None, (largest.batch, largest.most_worked)):
+            runner.warm_up(batch, largest.summed, largest.accumulates)
 
 
 @contextmanager

@@ -74,6 +74,11 @@ class ModelFlops:
         """c in a sample's cost L + c L**2, in units of one token's matrices: half a pair's FLOPs."""
         return self.per_pair / (2 * self.per_token)
 
+    @property
+    def costs_beside(self) -> tuple[float, float, float]:
+        """Costs of a supervised token, a tile and a pair of tiles, in units of one token's matrices."""
+        return tuple(each / self.per_token for each in (self.per_target, self.per_tile, self.per_tile_pair))
+
 
 def model_flops(text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> ModelFlops:
     """Return the FLOPs of a model with these flags. It is built on the meta device, so no family is a special case.

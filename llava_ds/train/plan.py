@@ -241,7 +241,8 @@ def _plan_steps(
     tokens = known.args.training.tokens_per_micro_batch
     if tokens == "auto":
         tokens = choice("tokens_per_micro_batch", tokens)(known, model, dataset, order, ranks)
-    packing = Packing.of(known.args, dp, tokens, flops.pair_cost)
+    work = flops.of_rank(start.mesh.tp)
+    packing = Packing.of(known.args, dp, tokens, work.pair_cost, work.costs_beside)
     per_epoch = steps_per_epoch(order, packing)
     num_steps = total_steps(known.args.training, per_epoch)
     # Resolve again from the given flags: some keys depend on the number of steps and on the chosen tokens.

@@ -30,6 +30,7 @@ from llava_ds.data import cache, fingerprint, seen_files, shards
 from llava_ds.data import dataset as dataset_module
 from llava_ds.data import encoded_rows as rows_module
 from llava_ds.data import preflight as preflight_module
+from llava_ds.data.collate import counts_of
 from llava_ds.data.dataset import BrokenSample, EncodedDataset, check_same_data
 from llava_ds.data.encode import Encoder
 from llava_ds.data.encoded_rows import media_of_text, reasons_in_short
@@ -94,6 +95,8 @@ def test_samples_are_the_records_encoded_and_their_images_prepared(opened, tmp_p
         assert loaded.input_ids.tolist() == coded.input_ids.tolist()
         assert loaded.labels.tolist() == coded.labels.tolist()
         assert data.lengths[i] == len(coded.input_ids) and data.num_targets[i] == coded.num_targets
+        counts = counts_of(data.undecoded(i))
+        assert [each[i] for each in data.sizes] == [counts.tokens, counts.targets, counts.tiles, counts.tile_pairs]
         assert int((loaded.input_ids == IMAGE_TOKEN_INDEX).sum()) == P * (KINDS[i] == "i")
         assert [tuple(pixels.shape) for pixels, _ in loaded.media] == [(1, 3, 24, 24)] * len(sample.media)
     assert torch.equal(data.example().input_ids, data[KINDS.index("i")].input_ids)

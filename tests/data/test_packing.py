@@ -3,11 +3,12 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 from benchmark.length_mix import FINETUNE, length_mix
 
 from llava_ds.data import packing
-from llava_ds.data.packing import plans_across_epochs
+from llava_ds.data.packing import plans_across_epochs, sample_costs
 from llava_ds.data.step_plan import plan_by_count
 
 
@@ -98,6 +99,56 @@ def test_a_plan_follows_from_the_lengths_alone():
 def loads(plan: list[list[list[int]]], weights: list[int]) -> list[list[int]]:
     """[rank][micro-batch] -> the sum of its samples' weights, where the samples are 0, 1, 2, ..."""
     return [[sum(weights[sample] for sample in micro) for micro in rank] for rank in plan]
+
+
+COSTS = (0.07, 7.5, 0.01)  # of a supervised token, a tile and a pair of tiles, in tokens
+
+
+def sizes_of(count: int, seed: int, images: float) -> list[np.ndarray]:
+    """Tokens, supervised tokens, tiles and pairs of tiles of texts, and of images whose tiles take 16 tokens each."""
+    draw = np.random.default_rng(seed)
+    tiles = draw.integers(1, 14, count) * (draw.random(count) < images)
+    texts = draw.integers(20, 220, count)
+    return [texts + 16 * tiles, (texts * draw.random(count)).astype(int), tiles, tiles**2]
+
+
+def test_a_sample_costs_the_sum_of_its_parts():
+    tokens, *others = sizes_of(500, 0, 0.5)
+    others[0][0] = others[1][0] = others[2][0] = 0  # a sample without work beside its tokens: the unit is one token's
+    costs = sample_costs(tokens, others, 1e-3, COSTS)
+    parts = [tokens, 1e-3 * tokens.astype(float) ** 2, *(cost * each for cost, each in zip(COSTS, others))]
+    assert np.abs(costs - sum(parts)).max() <= 2
+    for place in range(3):  # each part counts
+        more = [each + 50 * (i == place) * (np.arange(500) == 7) for i, each in enumerate(others)]
+        assert sample_costs(tokens, more, 1e-3, COSTS)[7] - costs[7] == pytest.approx(50 * COSTS[place], abs=1)
+
+
+def test_equal_shares_of_targets_without_images_cost_as_before():
+    tokens = np.random.default_rng(1).integers(1, 300, 400) * 7
+    before = sample_costs(tokens, (), 1e-3, COSTS)
+    for share in (0, 2, 7):
+        others = [tokens // 7 * share, 0 * tokens, 0 * tokens]
+        assert np.array_equal(sample_costs(tokens, others, 1e-3, COSTS), before)
+    assert np.array_equal(sample_costs(tokens, sizes_of(400, 2, 1)[1:], 1e-3, (0.0, 0.0, 0.0)), before)
+    assert len(sample_costs(tokens[:0], [tokens[:0]] * 3, 1e-3, COSTS)) == 0
+
+
+@pytest.mark.parametrize("bound", [1000, 4000])
+@pytest.mark.parametrize("dp", [2, 4])
+def test_packs_of_images_and_texts_are_even_in_all_their_work(dp, bound):
+    spreads = {"lengths": [], "work": []}
+    for seed in range(10):
+        sizes = sizes_of(64 * dp, seed, 0.5)
+        work = sizes[0] + 1e-3 * sizes[0] ** 2 + sum(cost * each for cost, each in zip(COSTS, sizes[1:]))
+        for name, others in (("lengths", ()), ("work", sizes[1:])):
+            costs = sample_costs(sizes[0], others, 1e-3, COSTS)
+            plan = plan_by_tokens(list(range(64 * dp)), sizes[0], dp, bound, costs)
+            check_places_all_once(plan, list(range(64 * dp)), dp)
+            assert max(itertools.chain(*loads(plan, sizes[0]))) <= bound
+            of_round = np.array(loads(plan, work))
+            spreads[name].append(of_round.max(0).sum() / of_round.mean(0).sum())
+    most = {name: max(found) - 1 for name, found in spreads.items()}
+    assert most["work"] < 0.02 and most["work"] < 0.6 * most["lengths"], most
 
 
 def best_fit_decreasing(lengths: list[int], bound: int) -> int:

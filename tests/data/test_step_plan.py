@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llava_ds.data import heaviest as heaviest_room
-from llava_ds.data.heaviest import heaviest, pack_of
+from llava_ds.data.heaviest import heaviest, most_work, most_worked, pack_of
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.data.step_plan import Packing, StepPlan, largest_share
 from llava_ds.extensions.base import Axis
@@ -23,10 +23,18 @@ def some_plan(draw: random.Random, by_tokens: bool) -> StepPlan:
     signed = np.where([how.startswith("modality") and draw.random() < 0.4 for _ in lengths], -lengths, lengths)
     bound = draw.choice([20, 100, 300, 700, 10**6]) if by_tokens else None
     across = not by_tokens and draw.random() < 0.5
-    packing = Packing(dp, micro, nm, bound, across, pair_cost=draw.choice([0, 1e-3, 0.02]))
+    beside = draw.choice([(0.0, 0.0, 0.0), (0.3, 9.0, 0.01)])
+    packing = Packing(dp, micro, nm, bound, across, pair_cost=draw.choice([0, 1e-3, 0.02]), costs_beside=beside)
     order = SampleOrder(number, packing.batch_size, draw.randint(0, 9), how, signed, micro, nm)
-    dataset = SimpleNamespace(lengths=lengths, is_whole=True, wait_for=lambda samples: None)
-    return StepPlan(dataset, order, packing, num_steps=draw.randint(1, 12))
+    return StepPlan(data_of(lengths, draw.random()), order, packing, num_steps=draw.randint(1, 12))
+
+
+def data_of(lengths: np.ndarray, images: float = 0.0) -> SimpleNamespace:
+    """Data of these lengths; a share of the samples has tiles."""
+    draw = np.random.default_rng(len(lengths))
+    tiles = draw.integers(1, 14, len(lengths)) * (draw.random(len(lengths)) < images)
+    sizes = lengths, draw.integers(0, lengths + 1), tiles, tiles**2
+    return SimpleNamespace(lengths=lengths, sizes=sizes, is_whole=True, wait_for=lambda samples: None)
 
 
 def walked(plan: StepPlan, done: int) -> list[int]:
@@ -42,6 +50,21 @@ def test_the_heaviest_micro_batch_is_the_first_of_all_that_are_laid_out(by_token
         plan = some_plan(draw, by_tokens)
         for done in {0, plan.num_steps // 2, plan.num_steps}:
             assert heaviest(plan, done) == walked(plan, done), plan
+
+
+def test_the_micro_batch_of_the_most_work_is_tried_beside_the_longest():
+    draw, others = random.Random(4), 0
+    for _ in range(100):
+        plan = some_plan(draw, by_tokens=True)
+        work, longest = most_work(plan), heaviest(plan, 0)
+        found = most_worked(plan, 0, longest)
+        every = [micro for layout in plan.after(0) for rank in layout.of_ranks for micro in rank]
+        if any(plan.packing.costs_beside):
+            assert work[found or longest].sum() == max(work[micro].sum() for micro in every)
+        others += bool(found)
+        assert not found or found in every
+        assert most_worked(plan, plan.num_steps, []) == []
+    assert others > 20
 
 
 @pytest.mark.parametrize("scans", [True, False])
@@ -67,7 +90,7 @@ def test_finding_the_heaviest_of_large_data_lays_out_no_epoch(monkeypatch):
     one = Packing.lay_out
     monkeypatch.setattr(Packing, "lay_out", lambda self, *args: laid_out.append(1) or one(self, *args))
     lengths = np.random.default_rng(0).integers(10, 2000, 2_100_000).astype(np.int32)
-    dataset = SimpleNamespace(lengths=lengths, is_whole=True, wait_for=lambda samples: None)
+    dataset = data_of(lengths)
     for bound in (8192, None):
         packing = Packing(64, 16, 1, bound)
         order = SampleOrder(len(lengths), packing.batch_size, 0, "random", lengths, 16)

@@ -138,7 +138,7 @@ def log_probs(
     """
     model = runner.engine
     model.eval()
-    of_rank = packing.lay_out_all(dataset.lengths)[mesh.dp_rank]
+    of_rank = packing.lay_out_all(dataset)[mesh.dp_rank]
     found = torch.zeros(dataset.num_records, 3, dtype=torch.float64, device=device)  # the last column: 1 if computed
     for samples, micro in zip(of_rank, micro_batches(dataset, of_rank, num_workers, device, mesh)):
         with queuing():

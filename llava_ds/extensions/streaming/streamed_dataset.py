@@ -71,7 +71,7 @@ class StreamedDataset(EncodedDataset):
 
     def _take(self, rows: Sequence[int]) -> None:
         self._rows = rows
-        self._lengths = np.zeros(len(rows), np.int32)
+        self._sizes = tuple(np.zeros(len(rows), kind) for kind in (np.int32, np.int32, np.int32, np.int64))
         self._known: set[int] = set()  # shards whose lengths are known
 
     @property
@@ -86,7 +86,11 @@ class StreamedDataset(EncodedDataset):
     @property
     def lengths(self) -> np.ndarray:
         """(samples,) int32: tokens, as far as known."""
-        return self._lengths
+        return self._sizes[0]
+
+    @property
+    def sizes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        return self._sizes
 
     @property
     def num_records(self) -> int:
@@ -159,8 +163,8 @@ class StreamedDataset(EncodedDataset):
         return part(slice(held_out, None)), part(slice(held_out))
 
     def heaviest_known(self, size: int, num_tokens: int | None) -> list[int]:
-        known = np.flatnonzero(self._lengths)
-        lengths = self._lengths[known]
+        known = np.flatnonzero(self.lengths)
+        lengths = self.lengths[known]
         if num_tokens is not None:
             return known[pack_of(lengths, max(int(lengths.max()), num_tokens))].tolist()
         return np.resize(known[np.argsort(-lengths, kind="stable")[:size]], size).tolist()
@@ -186,10 +190,11 @@ class StreamedDataset(EncodedDataset):
         records = np.asarray(self._rows)[samples] if isinstance(self._rows, np.ndarray) else np.asarray(samples)
         for shard in np.unique(records // shards.SHARD_RECORDS).tolist():
             if shard not in self._known:
-                mine = self._samples_of(shard)
-                lengths = np.maximum(1, self._shard(shard).column("length").to_numpy())
+                mine, table = self._samples_of(shard), self._shard(shard)
                 places = np.asarray(self._rows[mine.start : mine.stop]) - shard * shards.SHARD_RECORDS
-                self._lengths[mine.start : mine.stop] = lengths[places]
+                for name, sizes in zip(("length", "num_targets", "num_tiles", "tile_pairs"), self._sizes):
+                    sizes[mine.start : mine.stop] = table.column(name).to_numpy()[places]
+                np.maximum(1, self.lengths[mine.start : mine.stop], out=self.lengths[mine.start : mine.stop])
                 self._known.add(shard)
 
     def encoded(self, ranks: Ranks) -> tuple[EncodedDataset, EncodedDataset]:

@@ -33,7 +33,7 @@ def eval_loss(
     The data set is packed like one large optimizer step: ZeRO-3 needs as many micro-batches on every rank.
     """
     dataset.wait_for(range(len(dataset)))
-    of_ranks = packing.lay_out_all(dataset.lengths)
+    of_ranks = packing.lay_out_all(dataset)
     engine = runner.engine
     engine.eval()
     num_sources = len(dataset.sources)

@@ -108,8 +108,9 @@ def plan_as_rank(folder: Path, num_samples: int, packing: Packing, how: str, sea
     opened = time.perf_counter() - began
     by = arrays["words" if how.startswith("modality") else "lengths"]
     order = SampleOrder(num_samples, packing.batch_size, 0, how, by, packing.micro_batch_size, 1, folder=folder)
-    own = {name: arrays[name] for name in ("lengths", "num_targets")}
-    dataset = SimpleNamespace(**own, wait_for=lambda _: None, is_whole=True)
+    lengths, none = arrays["lengths"], np.zeros(num_samples, np.int32)
+    sizes = lengths, arrays["num_targets"], none, none
+    dataset = SimpleNamespace(lengths=lengths, sizes=sizes, wait_for=lambda _: None, is_whole=True)
     plan = StepPlan(dataset, order, packing, order.steps_per_epoch)
     with largest_anonymous() as largest:
         steps = plan.after(0)
