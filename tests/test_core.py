@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 119,
-    "imported lines": 19009,
+    "imported lines": 19019,
     "files at the end": 190,
     "lines at the end": 27700,
     "feature words": 60,
     "kernel files": 41,
-    "kernel lines": 5966,
-    "all lines": 72474,
+    "kernel lines": 5965,
+    "all lines": 72571,
 }
 
 # What one reads to understand training.
