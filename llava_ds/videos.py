@@ -94,8 +94,8 @@ class FrameChoice(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """A video in a sequence. moments: groups of frames with separate features; seconds: from one to the next; interval:
-    between their positions in the language model; text: placeholder text, with image_token for features."""
+    """A video in a sequence. moments: groups of frames with separate features; seconds: time between moments; interval:
+    the same in positions of the language model; text: placeholder text, with image_token for features."""
 
     moments: int
     seconds: float

@@ -102,9 +102,7 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
             f"--annotations {args.annotations}: --task {args.task} reads the answers in --data_path: leave it out"
         )
     if args.max_new_tokens is not None and args.task == "preference":
-        raise ConfigError(
-            "--max_new_tokens is for drawn answers, and --task preference compares given ones: leave it out"
-        )
+        raise ConfigError("--max_new_tokens limits generation, but --task preference generates nothing: leave it out")
     args.max_new_tokens = args.max_new_tokens or MOST_NEW_TOKENS
     if ":" not in args.metric and args.metric not in CHOSEN_METRICS:
         raise ConfigError(f"--metric {args.metric}: give one of {', '.join(CHOSEN_METRICS)}, or file.py:function")

@@ -27,7 +27,7 @@ class Comparison:
         declared = declared_in(run.flags.keys() | saved["flags"].keys())
         # Flags that only decide on which rank and in which micro-batch a sample is computed.
         self._layout_flags = {name: flag for name, flag in declared.items() if flag.resume in ("layout", "placement")}
-        # Layout flags that decide which samples the order takes for a step.
+        # Layout flags that decide which samples go into a step.
         self._ordering_flags = {flag for order, flag in ORDERED_BY_LAYOUT.items() if run.flags[order]}
 
     def differences(self) -> dict[str, str]:
@@ -133,7 +133,7 @@ class Comparison:
 
 
 def data_ranks(identity: dict) -> int:
-    """Return the number of an identity's ranks with samples of their own."""
+    """Return how many of an identity's ranks read different samples."""
     flags = identity["flags"]
     shared = (flags.get(name, 1) for name, flag in declared_in(flags).items() if flag.shares_samples)
     return identity["world_size"] // math.prod(shared)

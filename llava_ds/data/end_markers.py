@@ -67,7 +67,7 @@ def _own_end(template: str, tokenizer: PreTrainedTokenizerBase, variables: str =
 
 
 def endless(template: str, tokenizer: PreTrainedTokenizerBase, variables: str = "") -> str:
-    """Describe the problem if the tokenizer's own template ends answers without a learned stop token; "" if fine.
+    """Describe the problem if the tokenizer's own template ends answers without a stop token to learn; "" if fine.
     variables: template variables as a JSON object."""
     end = _own_end(template, tokenizer, variables)
     if end is None or end.token is not None:

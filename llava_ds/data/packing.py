@@ -43,7 +43,7 @@ def plans_across_epochs(
                 of_all = np.take(samples, range(i * size, (i + 1) * size), mode="wrap").tolist()
             step.append([of_all[rank * micro_size : (rank + 1) * micro_size] for rank in range(dp)])
             taken += 1
-            # An epoch shorter than a step also ends one, and the count continues, as in transformers.
+            # The end of a short epoch also ends a step; the count continues, as in transformers.
             if taken % num_micro_batches == 0 or i == last < num_micro_batches:
                 yield [list(micro_batches) for micro_batches in zip(*step)]
                 step = []

@@ -48,7 +48,7 @@ class Difference:
     why: str
 
     def lines(self) -> str:
-        """Both texts on two lines, for a person."""
+        """Both texts, each on its own line."""
         return f"  asked:   {self.asked[:_SHOWN]!r}\n  learned: {self.learned[:_SHOWN]!r} ({self.why})"
 
     def clause(self) -> str:

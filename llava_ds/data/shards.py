@@ -44,7 +44,7 @@ from llava_ds.runtime.ranks import progress_bar
 # Records per shard. Part of the caches' format: work folders left by a killed run are continued.
 SHARD_RECORDS = 4_096
 RECORDS_PER_BATCH, CHARS_PER_BATCH = 1_000, 8 << 20  # buffered before a write, whichever is less
-# Size of row batches: each batch takes 15 kB of memory in every process that opens the cache.
+# Large row batches: each takes 15 kB of memory in every process that opens the cache.
 BATCH_BYTES = 64 << 20
 SILENT_S = 60.0  # a claim from another machine expires when it is not renewed for this long
 TICK_S = 0.1
@@ -323,7 +323,7 @@ class EncodingBeside:
 
     def _run(self, encode: Callable[[], None], parent: int) -> None:
         end_with_parent(parent)
-        # Stopping a run sends these to all of its processes; the run still saves, and may need another shard first.
+        # All processes of a stopped run get these; it still saves, and may need another shard first.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         os.nice(NICENESS)

@@ -121,7 +121,7 @@ def _averaged(several: list[list[SavedWeight]], checkpoints: list[Path]) -> list
     shapes = [{name: weight.shape for name, weight in weights.items()} for weights in by_name]
     for path, each in zip(checkpoints, shapes):
         if each != shapes[0]:
-            raise DataError(f"{path} holds other parameters than {checkpoints[0]}: other parts trained then")
+            raise DataError(f"{path} and {checkpoints[0]} differ in parameters: other parts were trained")
 
     def read(name: str) -> torch.Tensor:
         parts = [weights[name].read() for weights in by_name]

@@ -26,7 +26,7 @@ from llava_ds.model.open.names import OWN, PROJECTOR_FILES, VALUE_HEAD_FILE
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.scratch import scratch_folder
 
-# Files that readers take for parts of a folder's model. Parts of two models in one folder would be read as one.
+# Files that are read as parts of a folder's model; those of two models would be mixed up.
 MODEL_FILES = (
     "model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
     *(name for each in EXTENSIONS.values() for name in each.model_files.split()),

@@ -41,7 +41,7 @@ def compare_reloaded_llava(output_dir: Path, export: ExportPlan, batch: Batch, l
     with construction({}, logits.dtype, alone.device, zero3=False):
         reloaded = assemble(plan.model.text_config, plan.model.tower, plan.args, mean, std, plan.model.has_value_head)
     for name, part in reloaded.named_children():
-        # In the files' precision they are mapped: there is only one copy of the weights in memory.
+        # Weights in the files' precision are memory-mapped, so there is only one copy.
         load_weights(part, part_weights(name, plan.model, plan.args, 0), alone, "--output_dir", copies=False)
     with layer_by_layer(reloaded.eval(), logits, deadline) as device:
         again = reloaded(batch.to(device), Logits(torch.arange(len(logits), device=device)))

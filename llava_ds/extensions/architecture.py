@@ -137,7 +137,7 @@ class TextPart:
         return weights
 
     def on_disk(self, entries: "list[Entry]", config: "PreTrainedConfig") -> "list[Entry]":
-        """Convert a complete model's tensors to their form in a folder. Other parts' tensors are included."""
+        """Convert a complete model's tensors, of all its parts, to their form in a folder."""
         return entries
 
     def assembled(self, language_model: "nn.Module", config: "PreTrainedConfig", args: "ModelArguments") -> None:

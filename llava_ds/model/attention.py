@@ -28,7 +28,7 @@ TOWER_NAME = "llava_ds_flash_varlen"  # transformers' towers pass lengths only t
 FLASH_3, FLASH_2, TORCH, SEGMENTS = "flash-attn 3", "flash-attn 2", "torch's varlen kernel", "SDPA sample by sample"
 
 HALF = (torch.float16, torch.bfloat16)
-# Head widths of flash-attn 2 and 3, and of torch's kernels (the same code): multiples of 8, up to this.
+# flash-attn 2 and 3, and torch's kernels (the same code), take head widths in multiples of 8, up to 256.
 MAX_FUSED_WIDTH, WIDTH_STEP = 256, 8
 # Their backward supports heads of these widths (with dropout, up to MAX_FUSED_WIDTH) on these GPUs only.
 CROWDED_WIDTHS, ROOMY_CAPABILITIES = (192, 224), ((8, 0), (9, 0))

@@ -86,7 +86,7 @@ class LlavaModel(nn.Module):
         return head(self, hidden, batch)
 
     def layer_options(self, batch: Batch) -> dict[str, object]:
-        """Return further arguments about the pack that some models' layers need."""
+        """Return extra arguments, about the pack, for layers that need them."""
         options = {"lengths": batch.lengths} if self._knows_lengths else {}
         if batch.shared is not None:  # lengths that nobody reads would only make torch.compile compile again
             unread = {} if self._knows_lengths else {"lengths": None, "own": None}

@@ -115,7 +115,7 @@ def space_to_depth(features: torch.Tensor, stride: int) -> torch.Tensor:
 
 
 def build_projector(kind: str, tower_width: int, width: int) -> Projector:
-    """Build a projector with torch's default initialisation. Raises ConfigError for an impossible kind."""
+    """Build a projector with torch's default initialisation. Raises ConfigError for an invalid kind."""
     if kind == "identity" and tower_width != width:
         raise ConfigError(
             f"--mm_projector_type identity needs a tower as wide as the language model: they have {tower_width} and "

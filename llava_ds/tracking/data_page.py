@@ -30,7 +30,7 @@ class Run:
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A sample for display. images: not yet cut into tiles, with boxes; title: its place in the data."""
+    """A sample for display. images: with boxes, not cut into tiles; title: its place in the data."""
 
     title: str
     note: str

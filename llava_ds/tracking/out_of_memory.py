@@ -91,7 +91,7 @@ def _size(batch: Batch) -> str:
 
 
 def name_samples(dataset: EncodedDataset, samples: list[int]) -> str:
-    """Return the number of samples, and the ids of the first."""
+    """Return the number of samples and the first few ids."""
     ids = sample_ids(dataset, samples[:MOST_NAMED])
     more = f" and {len(samples) - MOST_NAMED:,} more" if len(samples) > MOST_NAMED else ""
     return f"{len(samples):,} samples ({', '.join(ids)}{more})"

@@ -76,7 +76,7 @@ def loss_figure(steps: Sequence[int], losses: Sequence[float], rates: Sequence[f
     from llava_ds.tracking.chart import is_far_apart, short
 
     figure = Figure(figsize=(8, 4.5))
-    # Fixed: computing the margins would draw it twice.
+    # Automatic margins would draw it twice.
     figure.subplots_adjust(left=0.12, right=0.88, bottom=0.2, top=0.92)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -55,7 +55,7 @@ def described(image: Image.Image, value_range: str | None = None) -> str:
 
 
 def deep_images_line(number: int, first: list[str]) -> str:
-    """Summarize images that `described` reports. first: some of their descriptions."""
+    """Summarize images that `described` reports. first: the first descriptions."""
     more = f" and {number - len(first):,} more" if number > len(first) else ""
     have = "image uses" if number == 1 else "images use"
     return f"{number:,} {have} less than 1/16 of their range, or exceed it: {'; '.join(first)}{more}: {_HINT}"

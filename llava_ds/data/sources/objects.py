@@ -11,7 +11,7 @@ from llava_ds.data.sources.options import nearest, short
 
 OBJECTS = "objects"
 KEYS = ("ref", "bbox", "bbox_type", "image_id")
-# A mark and the backslashes before it. After an odd number the mark is plain text; each pair is one backslash.
+# A mark and the backslashes before it. An odd number makes the mark plain text; a pair is one backslash.
 MARKS = re.compile(rf"(\\*)({BOX_MARK}|{REF_MARK})")
 MOST = 1e9  # largest coordinate: no image is this large
 

@@ -8,7 +8,7 @@ from llava_ds.extensions.infer.generate import Answer, greedy_answers, prompt_id
 from llava_ds.extensions.infer.load import LoadedModel
 from llava_ds.runtime.ranks import Ranks, gather, progress_bar
 
-# Maps questions and their numbers to one answer each.
+# Returns one answer per question; ints: their numbers.
 Answering = Callable[[list[Question], list[int]], list[Answer]]
 
 

@@ -16,7 +16,7 @@ NUMBERS = {
 ARTICLES = {"a", "an", "the"}
 PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 
-# Correct spellings; a spelling with any apostrophe missing is mapped to them.
+# Correct spellings; spellings that lack an apostrophe map to these.
 _CONTRACTIONS = """
 ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd he'd've
 he's how'd how'll how's isn't it'd it'd've it'll ma'am mightn't mightn't've might've mustn't must've needn't not've

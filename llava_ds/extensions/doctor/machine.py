@@ -179,7 +179,7 @@ def check_network(required: Requirements) -> Iterator[Finding]:
 
 
 def check_backends(required: Requirements) -> Iterator[Finding]:
-    """Check the backends of collectives: gloo on CPUs and for waits, NCCL on GPUs."""
+    """Check the collectives' backends: gloo for CPUs and waiting, NCCL for GPUs."""
     import torch
 
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):

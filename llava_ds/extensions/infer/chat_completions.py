@@ -312,7 +312,7 @@ class Writer:
     model: str
 
     def whole(self, text: str, end: Ended) -> dict[str, object]:
-        """Return the response of a request without streaming."""
+        """Return the response to a non-streaming request."""
         message = {"role": "assistant", "content": text, "refusal": None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": end.finish_reason}
         return {**self._head("chat.completion"), "choices": [choice], "usage": _usage(end.reply)}

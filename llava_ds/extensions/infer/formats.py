@@ -84,9 +84,7 @@ def open_model(
             yield found
     elif _is_transformers(path):
         if moved:
-            raise ConfigError(
-                f"{', '.join(f'--{name}' for name in moved)}: {path} brings all that it needs, leave it out"
-            )
+            raise ConfigError(f"{', '.join(f'--{name}' for name in moved)}: {path} has all that it needs, leave it out")
         config, tokenizer = _settings(path, path)
         notes = passed_over(path, f"--model_path {path}", template=architecture_of(config) is not None)
         weights = partial(_in_memory, partial(WeightFiles, path))

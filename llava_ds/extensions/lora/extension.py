@@ -86,7 +86,7 @@ class Lora(Wrap):
             file = adapter_file(flags.lora_weight_path)
             named = dict(model.named_parameters())
             weights = WeightFiles(file, layers.names_from_peft(model, named))
-            # An architecture's connector and tower are in the same file if they trained.
+            # If an architecture's connector and tower were trained, this file has them.
             beside = weights.shapes if plan.architecture is not None else ()
             trained = {n: p for n, p in named.items() if (p.requires_grad and layout.holds(n)) or n in beside}
             load_weights(trained, weights, build.ranks, "--lora_weight_path")

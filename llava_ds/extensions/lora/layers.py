@@ -172,7 +172,7 @@ def lora_layout(
     for which, patterns in (("rank", ranks), ("alpha", alphas)):
         for pattern in patterns:
             if not any(_matches(pattern, each) for each in outer.values()):
-                raise ConfigError(f"--lora_{which}_pattern: {pattern} is the name of no layer: {_some(outer.values())}")
+                raise ConfigError(f"--lora_{which}_pattern: {pattern} matches no layer: {_some(outer.values())}")
     chosen = [name for name, there in outer.items() if there in wanted]
     targets = [
         Target(
@@ -562,7 +562,7 @@ def adapter_problems(args: ModelArguments) -> list[str]:
 
 
 def names_from_peft(model: nn.Module, trained: Collection[str]) -> Callable[[str], str]:
-    """Return a function from names in peft's files to these parameters of a model with LoRA.
+    """Return a function that maps names in peft's files to these parameters (with LoRA).
 
     Before it had base_layer, peft wrote a layer's bias under its plain name: such names are mapped as well.
     """

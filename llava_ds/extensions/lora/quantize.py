@@ -134,8 +134,8 @@ def _check_error(layer: nn.Module, name: str, weight: torch.Tensor) -> None:
     if not (error.amax(1) <= allowed).all():
         rows = "" if weight.shape[1] % BLOCK == 0 else f" (its rows of {weight.shape[1]} are not a multiple of {BLOCK})"
         raise ConfigError(
-            f"{name} was not quantized correctly{rows}: the {layer.weight.device.type} computes with weights up to "
-            f"{error.max():.3g} off, their largest is {weight.abs().max():.3g}: check bitsandbytes' installation, "
+            f"{name} was not quantized correctly{rows}: on {layer.weight.device.type}, weights are off by up to "
+            f"{error.max():.3g}, the largest is {weight.abs().max():.3g}: check bitsandbytes' installation, "
             "or train with --bits 16"
         )
 

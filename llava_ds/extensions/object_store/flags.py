@@ -45,7 +45,7 @@ class Flags(ExtensionFlags):
     )
 
     def prepare(self, args: "Arguments") -> None:
-        """Configure the reading of URLs, wherever they appear, including a mixture's file."""
+        """Configure how URLs are read, wherever they appear, even in a mixture's file."""
         folder = self.object_cache_dir or args.data.cache_dir
         configure(f"{folder}/objects", int(self.object_cache_gb * 10**9), self.allow_http)
 

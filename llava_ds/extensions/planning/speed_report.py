@@ -66,7 +66,7 @@ def load_of(run: Run, args: Arguments, supervised: float, sample_tokens: float, 
     samples = training.per_device_train_batch_size * training.gradient_accumulation_steps
     micro_steps = training.gradient_accumulation_steps
     if training.tokens_per_micro_batch is not None:
-        # Packs of similar size, all within the bound: the fewest that the packer needs.
+        # As few packs of similar size as the bound allows, like the packer.
         micro_steps = -int(-samples * sample_tokens // (run.batch.num_tokens * run.setup.sp))
     per_micro_step = samples / micro_steps / run.setup.sp  # per rank
     tokens = per_micro_step * sample_tokens

@@ -39,7 +39,7 @@ from llava_ds.runtime.waiting import queuing, waiting
 
 VERSION = 3  # raise it when the same data and weights would give other numbers
 
-# Flags that only name folders: weights, configurations and tokenized data are compared instead.
+# Not compared: flags that name folders. Weights, configurations and tokenized data are.
 FOLDER_FLAGS = ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter", "lora_weight_path")
 # Libraries that compute a forward.
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "flash-attn", "flash-attn-3")

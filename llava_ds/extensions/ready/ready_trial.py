@@ -127,7 +127,7 @@ def check_ready(plan: ModelPlan, images: ReadyImageOptions, cache_dir: str) -> s
     difference = try_ready(plan, images, path)
     if problem := difference.problem():
         raise ConfigError(
-            f"--model_name_or_path {path} ({config.model_type}) can't be trained here: {problem}, tried on a small "
+            f"--model_name_or_path {path} ({config.model_type}) can't be trained here: {problem}, seen in a small "
             f"random copy with torch {torch.__version__} and transformers {transformers.__version__}: report this"
         )
     line = difference.line(config.model_type)

@@ -246,7 +246,7 @@ class Flags(ExtensionFlags):
             yield f"--epsilon is {self.epsilon:g}: a ratio of probabilities can't fall by more than 1, give less"
         if self.critic_model_name_or_path is not None and adapted_parts(args.model):
             yield (
-                "--critic_model_name_or_path can't be used with adapters, which are planned for --model_name_or_path: "
+                "--critic_model_name_or_path can't be used with adapters, which belong to --model_name_or_path: "
                 "leave it out, and the critic starts from that model with adapters of its own"
             )
         if self.vllm_server is not None:

@@ -45,7 +45,7 @@ class Flags(ExtensionFlags):
         if not self.rewinds:
             return
         if training.save_strategy == "no":
-            yield "--on_loss_spike rewind goes back to a checkpoint, and --save_strategy no saves none: give steps"
+            yield "--on_loss_spike rewind needs checkpoints: give --save_strategy steps instead of no"
         if training.save_only_model:
             yield (
                 "--save_only_model True and --on_loss_spike rewind: --on_loss_spike goes with checkpoints of the whole "

@@ -230,7 +230,7 @@ def _stretches(processor: dict, config: PreTrainedConfig, where: str) -> bool:
     side = side_of(config.image_size)
     raise ConfigError(
         f"{where}: its image processor says size {shown(size)} and do_center_crop {json.dumps(bool(crops))}: "
-        "transformers makes no square of them, or stretches and then crops: in its file, write size "
+        "images don't come out square, or are stretched, then cropped: in its file, write size "
         f'{{"height": {side}, "width": {side}}} and do_center_crop false to stretch images, or size '
         f'{{"shortest_edge": {side}}} and do_center_crop true to crop them'
     )

@@ -12,7 +12,7 @@ from llava_ds.runtime.ranks import print_first
 
 
 class SharingFlags(Protocol):
-    """An extension's flags with --share_prompts."""
+    """Flags that include --share_prompts."""
 
     share_prompts: bool
 

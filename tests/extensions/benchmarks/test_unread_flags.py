@@ -52,7 +52,7 @@ def refusal(monkeypatch, read, *words: str) -> str:
         ),
         (
             ["--task", "preference", "--data_path", "d.json", "--max_new_tokens", "9"],
-            "--max_new_tokens is for drawn answers, and --task preference compares given ones: leave it out",
+            "--max_new_tokens limits generation, but --task preference generates nothing: leave it out",
         ),
     ],
 )

@@ -60,7 +60,7 @@ def test_on_a_gpu_a_spike_is_met_when_its_step_is_read_which_is_a_step_later(mon
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--save_strategy", "no"], "--on_loss_spike rewind goes back to a checkpoint, and --save_strategy no saves"),
+        (["--save_strategy", "no"], "--on_loss_spike rewind needs checkpoints: give --save_strategy steps"),
         (["--save_only_model", "True"], "--save_only_model True and --on_loss_spike rewind: --on_loss_spike goes with"),
         (["--loss_spike_window", "3"], "--loss_spike_window is 3: give 4 or more"),
         (["--loss_spike_sigma", "0"], "--loss_spike_sigma is 0.0: give a value above 0"),
