@@ -20,7 +20,7 @@ from llava_ds.tiny.default import scenes_folder
 from llava_ds.tiny.scene_files import write_dataset
 from llava_ds.tiny.scene_splits import write_questions
 
-PATCH, MERGE, SIDE = 16, 2, 96  # pixels of a patch's side, patches of a feature's side, pixels of an image's side
+PATCH, MERGE, SIDE = 8, 4, 96  # pixels of a patch's side, patches of a feature's side, pixels of an image's side
 TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
           "<|video_pad|>")  # fmt: skip
 MIXTURE = """datasets:
@@ -73,7 +73,10 @@ def write_small_model(folder: Path, texts: list[str], seed: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = learn_tokenizer(texts)
     torch.manual_seed(seed)
-    AutoModelForImageTextToText.from_config(small_config(tokenizer)).save_pretrained(folder)
+    model = AutoModelForImageTextToText.from_config(small_config(tokenizer))
+    with torch.no_grad():  # as large as the patches' embeddings: places are learned in half the steps
+        model.model.visual.pos_embed.weight.mul_(10)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     size = {"shortest_edge": SIDE**2, "longest_edge": SIDE**2}
     images = Qwen2VLImageProcessorPil(size=size, patch_size=PATCH, merge_size=MERGE, temporal_patch_size=2).to_dict()
@@ -97,7 +100,7 @@ def learn_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def small_config(tokenizer: PreTrainedTokenizerFast) -> AutoConfig:
-    """Return the configuration of a Qwen3-VL with 3 layers of width 96, and a tower with 2 of width 64."""
+    """Return the configuration of a Qwen3-VL with 3 layers of width 96, and a tower with 2 of width 32."""
     ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name.removesuffix('_token_id')}|>") for name in
            ("vision_start_token_id", "vision_end_token_id")}  # fmt: skip
     ids |= {f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>") for kind in ("image", "video")}
@@ -110,7 +113,7 @@ def small_config(tokenizer: PreTrainedTokenizerFast) -> AutoConfig:
                             "mrope_interleaved": True},
     }  # fmt: skip
     vision = {
-        "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": PATCH,
+        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": PATCH,
         "spatial_merge_size": MERGE, "temporal_patch_size": 2, "num_position_embeddings": (SIDE // PATCH) ** 2,
         "out_hidden_size": text["hidden_size"], "deepstack_visual_indexes": [0], "initializer_range": 0.05,
     }  # fmt: skip
