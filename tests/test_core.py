@@ -27,7 +27,7 @@ BARS = {
     "feature words": 60,
     "kernel files": 41,
     "kernel lines": 5965,
-    "all lines": 72567,
+    "all lines": 72570,
 }
 
 # What one reads to understand training.
