@@ -69,7 +69,7 @@ EXTENSIONS: dict[str, Trigger] = {
         "beta loss_type reward_funcs reward_weights reward_model_name_or_path soft_punish_cache num_generations "
         "max_completion_length per_device_generation_batch_size vllm_server share_prompts no_share_prompts "
         "temperature top_k top_p dynamic_sample max_resample_times num_iterations epsilon epsilon_high "
-        "importance_sampling_level scale_rewards mask_truncated_completions use_bias_correction_kl "
+        "importance_sampling_level scale_rewards mask_truncated_completions use_bias_correction_kl entropy_coef "
         "critic_model_name_or_path critic_learning_rate kl_ctl gamma lam cliprange cliprange_value vf_coef "
         "clip_reward_value sapo_temperature_pos sapo_temperature_neg vllm_importance_sampling_correction "
         "no_vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "

@@ -9,6 +9,7 @@ from torch import nn
 
 from llava_ds.batch import Batch
 from llava_ds.model.families.language import final_logits, logits_divisor
+from llava_ds.model.output_loss import linear_log_probs
 
 
 class Head(Protocol):
@@ -59,6 +60,7 @@ class LogProbs:
 
     temperature: float = 1.0
     shortens = True
+    by_row = staticmethod(linear_log_probs)
 
     def positions(self, batch: Batch) -> torch.Tensor:
         """Return the supervised positions, (S,)."""
@@ -71,7 +73,9 @@ class LogProbs:
         hidden = hidden if divisor == 1 else hidden / divisor
         # c tanh(x / c) / t is (c / t) tanh((x / t) / (c / t)).
         softcap = (cap := _softcap(language_model)) and cap / self.temperature
-        return language_model.get_output_embeddings()(hidden, targets=batch.targets, softcap=softcap, by_row=True)
+        return language_model.get_output_embeddings()(
+            hidden, targets=batch.targets, softcap=softcap, by_row=self.by_row
+        )
 
 
 @dataclass(frozen=True)

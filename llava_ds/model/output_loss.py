@@ -7,6 +7,7 @@ gradient in the forward pass, so backward computes the logits again: four produc
 """
 
 import types
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -24,10 +25,9 @@ def add_loss(output_layer: nn.Linear) -> None:
     """Let the output layer also compute the loss: output_layer(hidden, targets=targets, softcap=cap).
 
     hidden (S, D); targets (S,) int64. Returns the cross-entropy of its logits: the sum, a float32 scalar, and by row,
-    (S,) float64, without a gradient. row_weights (S,) float32, not negative, multiply the rows. With by_row=True it
-    returns the log-probabilities of the targets instead, (S,) float64, with a gradient. With softcap c, logits x become
-    c * tanh(x / c). The loss is a call of the layer, so that ZeRO-3's hooks gather the weight. Without targets the
-    layer is unchanged.
+    (S,) float64, without a gradient. row_weights (S,) float32, not negative, multiply the rows. With softcap c, logits
+    x become c * tanh(x / c). With by_row, a function like linear_log_probs, it returns that function's result instead.
+    The loss is a call of the layer, so that ZeRO-3's hooks gather the weight. Without targets the layer is unchanged.
     """
     output_layer.forward = types.MethodType(_forward, output_layer)
 
@@ -38,13 +38,13 @@ def _forward(
     *,
     targets: torch.Tensor | None = None,
     softcap: float | None = None,
-    by_row: bool = False,
+    by_row: Callable | None = None,
     row_weights: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     if targets is None:
         return type(self).forward(self, hidden)
-    if by_row:
-        return linear_log_probs(hidden, self.weight, targets, softcap)
+    if by_row is not None:
+        return by_row(hidden, self.weight, targets, softcap)
     return linear_cross_entropy(hidden, self.weight, targets, softcap, row_weights)
 
 
@@ -98,7 +98,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wants_hidden, wants_weight = (backward and wanted for wanted in ctx.needs_input_grad[:2])
         rows = chunk_rows(len(weight), hidden.device.type)
         row_losses = torch.empty(len(hidden), dtype=torch.float64, device=hidden.device)
-        gradients = _Gradients(hidden, weight, wants_hidden, wants_weight)
+        gradients = LogitGradients(hidden, weight, wants_hidden, wants_weight)
         factors, largest = row_weights, 1.0
         if row_weights is not None and gradients.in_float16 and len(hidden):
             # Scale the weights to at most 1, so that their products stay in float16's range.
@@ -148,7 +148,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx, upstream):
         hidden, weight, targets = ctx.saved_tensors
         rows, used = chunk_rows(len(weight), hidden.device.type), weight.to(hidden.dtype)
-        gradients = _Gradients(hidden, used, *ctx.needs_input_grad[:2])
+        gradients = LogitGradients(hidden, used, *ctx.needs_input_grad[:2])
         # Scale the coefficients to at most 1, so that their products stay in float16's range.
         largest = upstream.abs().amax().clamp(min=torch.finfo(torch.float32).tiny) if len(upstream) else 1.0
         factors = (-upstream / largest)[:, None].to(hidden.dtype)
@@ -163,7 +163,7 @@ class _LinearLogProbs(torch.autograd.Function):
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None
 
 
-class _Gradients:
+class LogitGradients:
     """Sum the gradients of hidden (S, D) and weight (V, D) over chunks of rows, from the logits' gradients.
 
     In float16 they are float32 and FLOAT16_SCALE times as large; otherwise sums over several chunks are kept in

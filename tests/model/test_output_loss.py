@@ -237,7 +237,7 @@ def test_log_probabilities_by_row_and_their_gradients(monkeypatch, chunk, softca
     monkeypatch.setitem(output_loss.CHUNK_LOGITS, "cpu", chunk)
     layer, hidden, targets = case()
     factors = torch.linspace(-2, 3, ROWS, dtype=torch.float64)
-    found = layer(hidden, targets=targets, softcap=softcap, by_row=True)
+    found = layer(hidden, targets=targets, softcap=softcap, by_row=output_loss.linear_log_probs)
     (found * factors).sum().backward()
     weight, wide = (x.detach().double().requires_grad_() for x in (layer.weight, hidden))
     logits = wide @ weight.T
@@ -250,7 +250,9 @@ def test_log_probabilities_by_row_and_their_gradients(monkeypatch, chunk, softca
 
 def test_log_probabilities_are_the_losses_of_training():
     layer, hidden, targets = case()
-    assert torch.equal(layer(hidden, targets=targets, by_row=True), -layer(hidden, targets=targets)[1])
+    assert torch.equal(
+        layer(hidden, targets=targets, by_row=output_loss.linear_log_probs), -layer(hidden, targets=targets)[1]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -258,7 +260,7 @@ def test_log_probabilities_are_the_losses_of_training():
 def test_gradients_of_log_probabilities_in_half_precision(dtype, scale):
     """scale: of the loss in float16, which brings gradients as large as it."""
     layer, hidden, targets = case(dtype)
-    layer(hidden, targets=targets, by_row=True).mul(-scale / ROWS).sum().backward()
+    layer(hidden, targets=targets, by_row=output_loss.linear_log_probs).mul(-scale / ROWS).sum().backward()
     _, d_hidden, d_weight = expected(layer, hidden, targets, scale=1 / ROWS)
     most = {torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     for found, wanted in ((hidden.grad, d_hidden), (layer.weight.grad, d_weight)):
@@ -267,10 +269,10 @@ def test_gradients_of_log_probabilities_in_half_precision(dtype, scale):
 
 def test_log_probabilities_without_rows_and_with_a_frozen_weight():
     layer, hidden, targets = case(rows=0)
-    layer(hidden, targets=targets, by_row=True).sum().backward()
+    layer(hidden, targets=targets, by_row=output_loss.linear_log_probs).sum().backward()
     assert layer.weight.grad.count_nonzero() == 0
     layer, hidden, targets = case(frozen=True)
-    layer(hidden, targets=targets, by_row=True).sum().backward()
+    layer(hidden, targets=targets, by_row=output_loss.linear_log_probs).sum().backward()
     assert layer.weight.grad is None and hidden.grad.count_nonzero()
 
 
@@ -279,5 +281,5 @@ def test_log_probabilities_keep_no_logits(monkeypatch):
     layer, hidden, targets = case()
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
-        layer(hidden, targets=targets, by_row=True)
+        layer(hidden, targets=targets, by_row=output_loss.linear_log_probs)
     assert max(kept) == max(hidden.numel(), layer.weight.numel())

@@ -52,7 +52,7 @@ def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Objective:
         own.epsilon,
         own.epsilon if own.epsilon_high is None else own.epsilon_high,
         own.importance_sampling_level,
-        own.beta,
+        0.0 if own.loss_type == "rloo" else own.beta,  # its rewards have the distance
         own.use_bias_correction_kl,
         own.temperature,
         own.loss_type,
@@ -64,6 +64,7 @@ def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Objective:
         )
         if own.vllm_server is not None and own.vllm_importance_sampling_correction
         else None,
+        own.entropy_coef,
     )
     return GRPO(loss, plain.num_sources, mesh.grad_ranks)
 

@@ -74,7 +74,8 @@ class Flags(ExtensionFlags):
     num_iterations: Count = _rl(1, "grpo and ppo: optimizer updates over the answers of a step.")
     beta: Rate = _grpo(
         0.0,
-        "grpo: weight that keeps the model close to the reference model, its starting point. 0 needs none.",
+        "grpo: weight that keeps the model close to the reference model, its starting point; with rloo, of the "
+        "distance in the reward. 0 needs none.",
     )
     loss_type: Literal["dapo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "rloo"] = _grpo(
         "dapo",
@@ -121,6 +122,9 @@ class Flags(ExtensionFlags):
         False,
         "grpo with --beta: multiply the distance from the reference model by the ratio of new to old probability, as "
         "TRL 1.16 does by default.",
+    )
+    entropy_coef: Rate = _grpo(
+        0.0, "grpo: weight of the mean entropy of the answers' tokens, which lowers the loss: they stay varied."
     )
     critic_model_name_or_path: str | None = _ppo(
         None,
@@ -236,6 +240,12 @@ class Flags(ExtensionFlags):
         unread = [name for name in args.given if name.startswith("vllm_importance_sampling")]
         if unread and self.vllm_server is None:
             yield f"--{unread[0]} has no effect without --vllm_server: answers are drawn by the weights that train"
+        corrects = training.objective == "grpo" and self.vllm_server and self.vllm_importance_sampling_correction
+        if corrects and (self.top_k or self.top_p < 1):
+            yield (
+                "--top_k and --top_p can't be used with --vllm_importance_sampling_correction, because vLLM's "
+                "probabilities are those among the tokens left: leave them out, or give False"
+            )
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and low >= high:
             yield (
@@ -265,7 +275,7 @@ class Flags(ExtensionFlags):
         unread = {
             "cispo": ("epsilon",),
             "sapo": ("epsilon", "epsilon_high"),
-            "rloo": ("scale_rewards", "importance_sampling_level"),
+            "rloo": ("scale_rewards", "importance_sampling_level", "use_bias_correction_kl"),
         }.get(kind, ())
         unread += () if kind == "sapo" else ("sapo_temperature_pos", "sapo_temperature_neg")
         for name in unread:
@@ -276,8 +286,6 @@ class Flags(ExtensionFlags):
                 "--loss_type cispo needs --epsilon_high of at least 1, the largest ratio of new to old probability "
                 "that counts: give 5, as in ScaleRL"
             )
-        if kind == "rloo" and self.beta:
-            yield f"--beta {self.beta:g} can't be used with --loss_type rloo yet, whose reward has the distance: give 0"
 
     def _vllm(self, args: "Arguments") -> Iterator[str]:
         """Yield the flags that --vllm_server can't support."""

@@ -8,6 +8,7 @@ import torch
 
 from llava_ds.batch import Batch
 from llava_ds.data.loader import Window
+from llava_ds.extensions.rl.entropy import LogProbsAndEntropies
 from llava_ds.model.heads import SUMMED, LogProbs, sum_by_sample
 from llava_ds.train.objectives.objective import MicroLoss
 
@@ -16,14 +17,15 @@ class Drawn(NamedTuple):
     """The numbers of a micro-batch of generated answers: Batch.extra["drawn"].
 
     scores (A,) float64: each answer's advantage, for PPO its reward; weights (S,) float64: each token's weight in the
-    step's loss; shares (S,) float64: each token's weight in a mean over the trained tokens, times the step's prompts;
-    sampled (S,) float64: log-probabilities at generation; old (S,) float64: log-probabilities before the first of
-    several iterations, None with one iteration; frozen (S,) float64: log-probabilities under the reference model, None
-    without one.
+    step's loss; means (S,) float64: its weight in a mean over all tokens of the step; shares (S,) float64: each token's
+    weight in a mean over the trained tokens, times the step's prompts; sampled (S,) float64: log-probabilities at
+    generation; old (S,) float64: log-probabilities before the first of several iterations, None with one iteration;
+    frozen (S,) float64: log-probabilities under the reference model, None without one.
     """
 
     scores: torch.Tensor
     weights: torch.Tensor
+    means: torch.Tensor
     shares: torch.Tensor
     sampled: torch.Tensor
     old: torch.Tensor | None = None
@@ -65,7 +67,8 @@ class PolicyLoss:
     corrects_kl: multiply the distance by the ratio, which makes its gradient unbiased; temperature: of the generation;
     loss_type: a function of ratio and advantage: cispo's weight is the ratio up to epsilon_high, without a gradient;
     sapo's a smooth gate with the temperatures gates (of positive and other advantages); rloo's ratio is an answer's,
-    the product of its tokens'; all others clip; correction: of answers that another program generated, None for none.
+    the product of its tokens'; all others clip; correction: of answers that another program generated, None for none;
+    entropy_coef: weight of the mean entropy of all tokens, which lowers the loss.
     Sources: GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), CISPO (2506.13585),
     SAPO (2511.20347), LUSPO (2602.05261), RLOO (2402.14740), the correction of the distance (2512.02556, 3.1); names
     and conventions are TRL's.
@@ -80,6 +83,7 @@ class PolicyLoss:
     loss_type: str = "dapo"
     gates: tuple[float, float] = (1.0, 1.05)
     correction: Correction | None = None
+    entropy_coef: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,9 +98,8 @@ class GRPO:
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
         """Run the model on the answers of every prompt, with one tower pass over its images."""
-        losses, metrics = self._losses(engine, batch)
+        weighted, metrics = self._losses(engine, batch)
         drawn: Drawn = batch.extra["drawn"]
-        weighted = losses * drawn.weights
         sources = batch.sources[batch.target_samples]
         is_from = sources == torch.arange(self.num_sources, device=sources.device)[:, None]  # (sources, S)
         parts = (weighted.detach(), drawn.weights)
@@ -106,9 +109,12 @@ class GRPO:
         )
 
     def _losses(self, engine, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss (S,) and metrics (S,) of every token."""
-        rows = engine(batch, LogProbs(self.loss.temperature))  # (S,)
+        """Return the weighted loss (S,) and metrics (S,) of every token."""
         loss, drawn = self.loss, batch.extra["drawn"]
+        if loss.entropy_coef:
+            rows, entropies = engine(batch, LogProbsAndEntropies(loss.temperature))  # (S,) each
+        else:
+            rows = engine(batch, LogProbs(loss.temperature))  # (S,)
         old = rows.detach() if drawn.old is None else drawn.old
         log_ratio = rows - old
         if loss.importance_sampling_level == "sequence" or loss.loss_type == "rloo":
@@ -130,6 +136,9 @@ class GRPO:
                 distance = distance * ratio
             losses = losses + loss.beta * distance
             numbers["kl"] = distance.detach()
+        losses = losses * drawn.weights
+        if loss.entropy_coef:
+            losses = losses - loss.entropy_coef * entropies * drawn.means
         return losses, numbers
 
     def scales(self, window: Window, counts: torch.Tensor) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 """From the rewards of generated answers to micro-batches: advantages, the weight of every token, and packs.
 
 Equal answers to a prompt with the same advantage are computed once, weighted by their number. Answers of groups with
-equal rewards have no advantage; they are left out unless a reference model is used.
+equal rewards have no advantage; they are left out unless a reference model or an entropy bonus is used.
 """
 
 from collections import Counter
@@ -121,7 +121,8 @@ def trained_answers(groups: list[Group], totals: StepTotals, flags: Flags) -> li
             [
                 one
                 for one in distinct_answers(group, advantages)
-                if (one.score or flags.beta) and (one.answer.ended or not flags.mask_truncated_completions)
+                if (one.score or flags.beta or flags.entropy_coef)
+                and (one.answer.ended or not flags.mask_truncated_completions)
             ]
         )
     return found
@@ -176,8 +177,9 @@ def policy_batch(
     plain = collate(samples, options)
     lengths = torch.tensor([len(one.answer.ids) for one in answers], dtype=torch.int64)
     times = torch.tensor([one.times for one in answers], dtype=torch.float64)
+    means = times / max(1.0, totals.tokens)
     weights = {
-        **dict.fromkeys(("dapo", "cispo"), times / max(1.0, totals.tokens)),
+        **dict.fromkeys(("dapo", "cispo"), means),
         **dict.fromkeys(("grpo", "sapo", "rloo"), times / lengths.clamp(min=1) / max(1.0, totals.answers)),
         "luspo": times / max(1.0, totals.answers),
         "dr_grpo": times / (max(1.0, totals.answers) * flags.max_completion_length),
@@ -187,6 +189,7 @@ def policy_batch(
     drawn = Drawn(
         scores=scores,
         weights=weights.repeat_interleave(lengths),
+        means=means.repeat_interleave(lengths),
         shares=(times * totals.prompts / max(1.0, trained_tokens)).repeat_interleave(lengths),
         sampled=sampled,
     )

@@ -57,7 +57,7 @@ class PPO(GRPO):
     probe = ActorCritic()
 
     def _losses(self, engine, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss (S,) and metrics (S,) of every token, by TRL's names."""
+        """Return the weighted loss (S,) and metrics (S,) of every token, by TRL's names."""
         rows, values = engine(batch, ActorCritic(self.loss.temperature))  # (S,) each
         drawn, valued = batch.extra["drawn"], batch.extra["valued"]
         log_ratio, reach = rows - drawn.old, self.loss.cliprange
@@ -72,7 +72,7 @@ class PPO(GRPO):
             "val/ratio": log_ratio.detach().exp(),
             "sampling_gap": (drawn.old - drawn.sampled).abs(),
         }
-        return actor + self.loss.vf_coef * critic, metrics
+        return (actor + self.loss.vf_coef * critic) * drawn.weights, metrics
 
     def _value_losses(self, values: torch.Tensor, old: Valued) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the critic's loss of every token (S,), and a mask of clipped values; they have no gradient."""

@@ -37,6 +37,7 @@ from llava_ds.extensions.rl.policy_batches import (
 )
 from llava_ds.extensions.rl.ppo import ActorCritic
 from llava_ds.extensions.rl.rewards import Completion, model_rewards, try_rewards
+from llava_ds.extensions.rl.rloo import with_distances
 from llava_ds.extensions.rl.value_batches import rewarded_answers, value_batches
 from llava_ds.extensions.rl.vllm_client import VllmServer
 from llava_ds.files.jsonl import RowLog, rows_of
@@ -96,6 +97,7 @@ class Rollouts(SessionPart):
         url, folder = flags.vllm_server, plan.output_dir / "vllm"
         self._server = None if url is None else VllmServer(url, folder, plan.export, ranks)
         self._has_critic = own.critic is not None
+        self._rewards_distance = not self._has_critic and flags.loss_type == "rloo" and flags.beta > 0
         self._reference = frozen_copy(model) if (flags.kl_ctl if self._has_critic else flags.beta) else None
         self._rewards = own.rewards
         if own.reward_model is not None:
@@ -319,13 +321,16 @@ class Rollouts(SessionPart):
         if self._has_critic:
             batches, more = value_batches(batches, [values for _, values in found], totals, flags, mesh)
             metrics |= more
+        elif self._rewards_distance:
+            batches, more = with_distances(batches, packs, flags)
+            metrics |= more
         return [replace(micro, batch=batch) for micro, batch in zip(made, batches)], metrics
 
     @torch.no_grad()
     def _with_log_probs(self, engine, batch: Batch) -> tuple[Batch, torch.Tensor | None]:
         """Add the log-probabilities that the loss compares with. Returns also the critic's values (S,), or None."""
         values, drawn = None, batch.extra["drawn"]
-        if self._has_critic or self.updates > 1:
+        if self._has_critic or self._rewards_distance or self.updates > 1:
             engine.eval()
             head = ActorCritic if self._has_critic else LogProbs
             found = engine(batch, head(self._rules.temperature))

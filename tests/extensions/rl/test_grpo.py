@@ -25,6 +25,7 @@ from llava_ds.extensions.rl.policy_batches import (
     trained_answers,
     with_answer,
 )
+from llava_ds.extensions.rl.rloo import with_distances
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.heads import Logits, LogProbs
 from llava_ds.model.open.model_plan import plan_model
@@ -80,7 +81,13 @@ def groups_of(toy, seed: int = 0) -> list[Group]:
 
 
 def flags(**changed: object) -> SimpleNamespace:
-    values = {"loss_type": "dapo", "beta": 0.0, "scale_rewards": "group", "max_completion_length": MOST}
+    values = {
+        "loss_type": "dapo",
+        "beta": 0.0,
+        "entropy_coef": 0.0,
+        "scale_rewards": "group",
+        "max_completion_length": MOST,
+    }
     return SimpleNamespace(**{**values, "mask_truncated_completions": False, **changed})
 
 
@@ -309,6 +316,78 @@ def with_log_probs(batch, made: dict[Answer, tuple[torch.Tensor, ...]]) -> Simpl
     by_rows = {answer.log_probs: values for answer, values in made.items()}
     old, rows, frozen = (torch.cat(parts) for parts in zip(*(by_rows[key] for key in keys)))
     return SimpleNamespace(batch=with_drawn(batch, old=old, frozen=frozen), rows=rows)
+
+
+@pytest.mark.parametrize("packing", [Packing(1, 1, 1, 10_000), Packing(1, 1, 1, 90), Packing(1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("masks", [True, False])
+def test_rloos_distance_is_in_the_reward(toy, packing, shares, masks):
+    """As in TRL's RLOOTrainer, over every answer; those that came to no end may have no tokens."""
+    training = flags(
+        loss_type="rloo", beta=0.3, scale_rewards="group", num_generations=GROUP, mask_truncated_completions=masks
+    )
+    groups, noise = groups_of(toy), torch.Generator().manual_seed(3)
+    made = {
+        answer: torch.tensor(answer.log_probs).double() + 0.3 * torch.randn(3, len(answer.ids), generator=noise)
+        for group in groups for answer in group.answers
+    }  # fmt: skip
+    wanted, kls = [], []
+    for group in groups:
+        counted = torch.tensor([float(one.ended or not masks) for one in group.answers]).double()
+        old, rows, frozen = torch.stack([made[one].sum(1) for one in group.answers], 1) * counted
+        rewards = torch.from_numpy(group.rewards) - 0.3 * (old - frozen)
+        advantages = rewards - (rewards.sum() - rewards) / (GROUP - 1)
+        ratio = (rows - old).exp()
+        each = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        wanted.append(each * counted)
+        kls.append((old - frozen).sum())
+    totals = totals_of(groups, MESH, CPU, masks)
+    units = trained_answers(groups, totals, training)
+    packs = pack(units, packing, shares) + [[]]  # an empty one, as on a rank with fewer
+    batches = [policy_batch(each, totals, totals.tokens, training, toy.options).batch for each in packs]
+    made = [with_log_probs(batch, made) if each else None for batch, each in zip(batches, packs)]
+    zero = torch.zeros(0, dtype=torch.float64)
+    batches = [one.batch if one else with_drawn(batch, old=zero, frozen=zero) for one, batch in zip(made, batches)]
+    batches, metrics = with_distances(batches, packs, training)
+    loss, total = PolicyLoss(loss_type="rloo"), 0.0
+    for batch, one in zip(batches[:-1], made):
+        total += GRPO(loss, 1, 1).forward(lambda _, head, rows=one.rows: rows, batch).loss_sum.item()
+    assert total == pytest.approx(torch.cat(wanted).mean().item(), abs=1e-9)
+    assert metrics["kl"].item() / len(groups) == pytest.approx((sum(kls) / totals.tokens).item(), abs=1e-9)
+
+
+@pytest.mark.parametrize("toy", ["llama", "gemma2"], indirect=True)  # the second caps its logits
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("packing", [Packing(1, 1, 1, 10_000), Packing(1, 1, 1, 1)], ids=str)
+def test_the_entropy_of_all_tokens_is_a_bonus(toy, loss_type, shares, packing):
+    """The loss without it, minus the mean entropy over all answers, those of groups without signal as well."""
+    groups, training = groups_of(toy), flags(loss_type=loss_type, entropy_coef=0.5)
+    toy.model.zero_grad()
+    total = 0.0
+    for micro in batches_of(toy, training, groups, packing, shares):
+        done = GRPO(PolicyLoss(loss_type=loss_type, temperature=0.7, entropy_coef=0.5), 1, 1)
+        done = done.forward(toy.model, micro.batch)
+        done.loss_sum.backward()
+        total += done.loss_sum.item()
+    found = [None if p.grad is None else p.grad.clone() for p in toy.model.parameters()]
+    toy.model.zero_grad()
+    tokens, wanted = sum(len(answer.ids) for group in groups for answer in group.answers), 0.0
+    for micro in batches_of(toy, flags(loss_type=loss_type), groups, Packing(1, 1, 1, 10_000), False):
+        loss = GRPO(PolicyLoss(loss_type=loss_type, temperature=0.7), 1, 1).forward(toy.model, micro.batch).loss_sum
+        loss.backward()
+        wanted += loss.item()
+    for group in groups:
+        for answer in group.answers:
+            batch = collate([with_answer(group.prompt.sample, answer.ids)], toy.options)
+            logs = (toy.model(batch, Logits(batch.target_positions)).double() / 0.7).log_softmax(-1)
+            bonus = 0.5 * (logs.exp() * logs).sum() / tokens
+            bonus.backward()
+            wanted += bonus.item()
+    assert total == pytest.approx(wanted, abs=1e-6)
+    for gradient, parameter in zip(found, toy.model.parameters()):
+        if parameter.grad is not None:
+            assert (gradient - parameter.grad).abs().max() < 1e-6
 
 
 def test_groups_without_signal_train_only_with_a_reference_and_truncated_answers_can_be_left_out(toy):

@@ -38,7 +38,14 @@ def refusal(*flags: str) -> str:
         ),
         (["--objective", "grpo", "--loss_type", "sapo", "--epsilon_high", "0.3"], "--epsilon_high has no effect with"),
         (["--objective", "grpo", "--sapo_temperature_neg", "2"], "no effect with --loss_type dapo: leave it out"),
-        (["--objective", "grpo", "--loss_type", "rloo", "--beta", "0.1"], "--beta 0.1 can't be used with --loss_type"),
+        (
+            ["--objective", "grpo", "--loss_type", "rloo", "--beta", "1", "--use_bias_correction_kl", "True"],
+            "--use_bias_correction_kl has no effect with --loss_type rloo",
+        ),
+        (
+            ["--objective", "grpo", "--vllm_server", "http://127.0.0.1:1", "--top_p", "0.9"],
+            "--top_k and --top_p can't be used with --vllm_importance_sampling_correction",
+        ),
         (["--objective", "grpo", "--loss_type", "rloo", "--scale_rewards", "none"], "no effect with --loss_type rloo"),
         (
             ["--objective", "grpo", "--vllm_importance_sampling_mode", "token_mask"],

@@ -47,7 +47,13 @@ def test_the_advantages(scale):
 )
 def test_the_loss_of_answers(result, monkeypatch):
     monkeypatch.setattr("llava_ds.extensions.rl.policy_batches.sum_over", lambda group, values: values)
-    defaults = {"beta": 0.0, "epsilon": 0.2, "mask_truncated_completions": False, "use_bias_correction_kl": False}
+    defaults = {
+        "beta": 0.0,
+        "entropy_coef": 0.0,
+        "epsilon": 0.2,
+        "mask_truncated_completions": False,
+        "use_bias_correction_kl": False,
+    }
     settings = {**defaults, **result["settings"]}
     longest = max(len(answer["ids"]) for group in POLICY["groups"] for answer in group["answers"])
     training = SimpleNamespace(**settings, max_completion_length=longest)
