@@ -45,6 +45,7 @@ KINDS = {
     "adapters": {**LORA, "beta": 0.1, "temperature": 0.7, "top_k": 300, "top_p": 0.9},
     "refilled": {"reward_funcs": "rules.py:half", "reward_weights": "1", "dynamic_sample": True},
     "critic-adapters": {**LORA, "objective": "ppo", "temperature": 1.3},
+    "rloo": {"loss_type": "rloo", "beta": 0.1, "entropy_coef": 0.01},
 }
 KINDS = {name: flags for name, flags in KINDS.items() if known(flags)}
 

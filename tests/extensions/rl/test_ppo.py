@@ -176,7 +176,7 @@ def test_rewards_of_tokens_are_the_penalty_and_the_score_at_the_end():
     samples = torch.tensor([0, 0, 1, 2, 2, 2])
     old, frozen = torch.rand(2, 6, dtype=torch.float64)
     scores = torch.tensor([2.0, -1.0, 4.0], dtype=torch.float64)
-    drawn = Drawn(scores, weights=None, shares=None, sampled=None, old=old, frozen=frozen)
+    drawn = Drawn(scores, weights=None, means=None, shares=None, sampled=None, old=old, frozen=frozen)
     batch = SimpleNamespace(extra={"drawn": drawn}, target_samples=samples)
     ends = torch.tensor([0, 2.0, -1.0, 0, 0, 4.0], dtype=torch.float64)
     assert torch.equal(token_rewards(batch, 0.5), -0.5 * (old - frozen) + ends)
