@@ -9,7 +9,8 @@ from llava_ds.files.jsonl import read_metrics
 
 STEPS = 2
 QUICK = {"held": (2, 3)}  # ranks and ZeRO stage
-SLOW = {"plain": (2, 0), "critic": (2, 2), "adapters": (2, 1), "critic-adapters": (1, 3), "refilled": (1, 2), "rloo": (2, 3)}
+SLOW = {"plain": (2, 0), "critic": (2, 2), "adapters": (2, 1), "critic-adapters": (1, 3), "refilled": (1, 2)}
+SLOW["rloo"] = (2, 3)
 
 
 @pytest.mark.parametrize("cases", [QUICK, pytest.param(SLOW, marks=pytest.mark.full)], ids=["quick", "slow"])
