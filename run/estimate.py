@@ -131,6 +131,7 @@ from llava_ds.config.rules import CHOOSE_DS_CONFIG
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, axes_from, read_ds_config, resolve_ds_config
 from llava_ds.extensions.planning.auto import Data, Devices, choose_ds_config, planned_run
+from llava_ds.extensions.planning.drawing import drawing_lines, drawing_of
 from llava_ds.extensions.planning.fit import GB, Run, advice, as_json, description, table
 from llava_ds.extensions.planning.shapes import ModelShape, shape_named, shape_of_folders
 from llava_ds.extensions.planning.speed import OVERLAP, Machine
@@ -151,13 +152,18 @@ def main(argv: list[str]) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints at import
         run, resolved = read_run(own, args, devices)
     speed = read_speed(own, run, resolved, gpu, gpu_memory) if own.speed else None
+    drawing = drawing_of(run, resolved.args)
+    seconds = None if drawing is None or speed is None else drawing.seconds(speed.load, speed.machine)
     if own.json:
         figures = as_json(run, gpu_memory) | ({} if speed is None else {"speed": speed_json(speed)})
+        figures |= {} if drawing is None else {"drawing": {"bytes": drawing.memory(), "seconds": seconds}}
         print(json.dumps(figures, indent=1))
         return
     print(*description(run), *auto_lines(args, run, gpu_memory), *table(run, gpu_memory), sep="\n")
     if gpu_memory is not None:
         print(advice(run, gpu_memory))
+    if drawing is not None:
+        print(*drawing_lines(drawing, gpu_memory, seconds), sep="\n")
     if speed is not None:
         print("", *speed_table(speed), *speed_lines(speed), sep="\n")
 

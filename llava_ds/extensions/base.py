@@ -109,6 +109,23 @@ class ObjectiveTraits(NamedTuple):
     needs: Mapping[str, str] = {}
 
 
+class Drawing(NamedTuple):
+    """Answers that a step draws before it trains, on each rank: to `prompts` prompts, at_once of them together.
+
+    new_tokens: most of an answer; shares: the training pass computes a prompt once for its answers; frozen_models:
+    models beside the trained one, whole on every rank; updates: training passes; by_server: another process draws.
+    """
+
+    prompts: int
+    answers: int
+    new_tokens: int
+    at_once: int
+    shares: bool
+    frozen_models: int
+    updates: int
+    by_server: bool
+
+
 class Number(NamedTuple):
     """A number in the log. title: of its chart in the report; bar: its text in the progress bar, "" for none."""
 
@@ -229,6 +246,10 @@ class ExtensionFlags:
 
     def traits(self, objective: str) -> ObjectiveTraits | None:
         """Return the traits of one of the extension's objectives, by name; None without objectives."""
+        return None
+
+    def drawing(self, args: "Arguments") -> Drawing | None:
+        """Return what a step draws; None without drawing."""
         return None
 
     def problems(self, args: "Arguments") -> Iterator[str]:

@@ -12,6 +12,7 @@ from llava_ds.data.loader import windows
 from llava_ds.data.step_plan import StepPlan
 from llava_ds.export.trial import try_export
 from llava_ds.extensions.planning.auto import run_on_ranks
+from llava_ds.extensions.planning.drawing import drawing_lines, drawing_of
 from llava_ds.extensions.planning.fit import GB, Run, advice, description, table, verdict
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_details, print_first
@@ -41,7 +42,9 @@ def show_dry_run(plan: Plan, ranks: Ranks) -> int:
         step_s = measured_step_s(plan.output_dir, done)
         batch = first_batch(steps, done, plan.model.tokenizer)  # decodes its images, so that a bad one is met here
         print_first(conclusion(planned, gpu, host, (done, steps.num_steps), steps.batch_size, step_s))
-        print_first(*description(planned), *plan.describe(), *table(planned, gpu))
+        drawing = drawing_of(planned, plan.args)
+        drawn = [] if drawing is None else drawing_lines(drawing, gpu)
+        print_first(*description(planned), *plan.describe(), *table(planned, gpu), *drawn)
         print_details(*plan.details(), *export, *batch)
         if gpu is not None:
             print_first(advice(planned, gpu))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from llava_ds.config.arguments import adapted_parts, trains_projector_only
 from llava_ds.config.bounds import Bounds, Count, NotNegative, Part, PartBelowOne, Positive, Rate
 from llava_ds.config.flags import flags_of
-from llava_ds.extensions.base import ExtensionFlags, Number, ObjectiveTraits
+from llava_ds.extensions.base import Drawing, ExtensionFlags, Number, ObjectiveTraits
 
 if TYPE_CHECKING:
     from llava_ds.config.arguments import Arguments
@@ -212,6 +212,24 @@ class Flags(ExtensionFlags):
             second_model=objective == "ppo",
             learning_rate=rate,
             needs=needs,
+        )
+
+    def drawing(self, args: "Arguments") -> Drawing | None:
+        """Return what a step draws, and the models that judge it."""
+        training = args.training
+        if self.traits(training.objective) is None:
+            return None
+        prompts = training.per_device_train_batch_size * training.gradient_accumulation_steps
+        has_reference = self.kl_ctl > 0 if training.objective == "ppo" else self.beta > 0
+        return Drawing(
+            prompts=prompts,
+            answers=self.num_generations,
+            new_tokens=self.max_completion_length,
+            at_once=min(prompts, self.per_device_generation_batch_size),
+            shares=self.share_prompts,
+            frozen_models=has_reference + (self.reward_model_name_or_path is not None),
+            updates=self.num_iterations,
+            by_server=self.vllm_server is not None,
         )
 
     def problems(self, args: "Arguments") -> Iterator[str]:
