@@ -20,7 +20,7 @@ ORDERED_BY_LAYOUT = {
 
 
 class Comparison:
-    """The identity of a run beside the one of a checkpoint, which is from JSON."""
+    """Compare the identity of a run with a checkpoint's, read from JSON."""
 
     def __init__(self, run: RunIdentity, saved: dict) -> None:
         self._run, self._saved = run, saved

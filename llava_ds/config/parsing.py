@@ -238,7 +238,7 @@ def _parsed(
 
 
 def _load_plugins(argv: list[str], recipe: object = None) -> None:
-    """Load the files of --plugin, or those of a recipe, and no others."""
+    """Load the files of --plugin, by default the recipe's, and no others."""
     if recipe is not None or "plugin" in _written(argv) or plugins():
         from llava_ds.config.plugins import load_named
 

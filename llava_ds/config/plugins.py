@@ -30,7 +30,7 @@ from llava_ds.extensions.table import EXTENSIONS, Trigger
 
 # Flags of the core to which a plugin adds a value, its own name, through Extension.choices.
 CHOICES = {"mm_projector_type": ProjectorKind}
-# Slots that need an entry in the table, which only a folder has.
+# Slots that need an entry in the table; only a folder has one.
 OF_FOLDERS = ("store", "folder", "open_folder", "text")
 CALLED = ("check", "fits", "plan", "open_data", "complete", "module", "objective")
 VALUES = {"fields": RecordFields, "adapter": Adapter, "state": StatePart, "mesh": MeshPart}
@@ -39,7 +39,7 @@ UNTRIED = dict.fromkeys(("whole_matrices", "whole_layers", "whole_sample", "one_
 
 
 def load_named(argv: Sequence[str], recipe: object = None) -> None:
-    """Load the files that a command line names; without any, those of a recipe. Raises ConfigError."""
+    """Load the files that a command line names, by default the recipe's. Raises ConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--plugin", nargs="+", action="extend", default=[])
     try:

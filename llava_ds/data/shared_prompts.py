@@ -14,7 +14,7 @@ def share_prompts(batch: Batch, shared: list[int], options: ImageOptions) -> Bat
     """Leave out the tokens that samples share with an earlier one; all their tokens see them there.
 
     batch: with all T tokens; shared: of each sample, as in LoadedSample.shared. The loss is the same: a prompt's last
-    token predicts the first token of every answer, and positions stay as they were.
+    token predicts the first token of every answer, and no position changes.
     """
     starts, lengths = batch.cu_seqlens[:-1].tolist(), batch.lengths
     is_kept = torch.ones(batch.input_ids.shape[1], dtype=torch.bool)

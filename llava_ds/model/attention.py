@@ -336,7 +336,7 @@ def _per_segment(
 
 
 def _lengths(starts: torch.Tensor, known: tuple[int, ...] | None) -> list[int]:
-    """Return lengths from starts (samples + 1,), which may wait for the device, if they are not known."""
+    """Return lengths, if not known from starts (samples + 1,): that may wait for the device."""
     return [end - start for start, end in itertools.pairwise(starts.tolist())] if known is None else list(known)
 
 

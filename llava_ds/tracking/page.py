@@ -61,7 +61,7 @@ def _evaluations(run: RunFiles) -> tuple[Block, dict[str, list[Block]]]:
 
 def _not_evaluated(run: RunFiles) -> Block:
     if run.flags.get("tune_mm_mlp_adapter"):
-        return note("Stage 1 trains only a projector: score the model after stage 2, which starts from it.", "note")
+        return note("Stage 1 trains only a projector: score the model after stage 2, trained on top of it.", "note")
     text = "Not evaluated yet. This scores the model with and without the image, and puts it here:"
     return {"kind": "no_result", "blocks": [note(text, "note"), pre(HOW.format(folder=run.output_dir))]}
 

@@ -219,7 +219,7 @@ def _without_auto(section: dict, model: type[BaseModel]) -> dict:
 
 
 def _refused() -> dict[str, str]:
-    """Return the keys that are refused wherever they stand, with the remedy of each."""
+    """Return the keys that are refused at any level, and the remedies."""
     found = dict(UNSUPPORTED_SECTIONS)
     found |= {key: f"write {instead}" for key, instead in RENAMED.items() if "." not in key}
     found |= {key: f"write {instead}, in {key.rpartition('.')[0]}" for key, instead in RENAMED.items() if "." in key}

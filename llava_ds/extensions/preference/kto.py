@@ -41,7 +41,7 @@ class AnswerLoss:
     def __call__(self, ratios: torch.Tensor, labels: torch.Tensor, kl: torch.Tensor | float) -> torch.Tensor:
         """Return the loss of every answer, (A,).
 
-        ratios (A,): log-probability minus that of the reference model; labels (A,): 1 for a good answer, -1 for a bad
+        ratios (A,): log-probability minus the reference model's; labels (A,): 1 for a good answer, -1 for a bad
         one; kl: estimated divergence from the reference model.
         """
         weights = torch.where(labels > 0, self.desirable_weight, self.undesirable_weight)

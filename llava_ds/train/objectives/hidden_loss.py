@@ -1,5 +1,5 @@
 # T tokens of a pack, n positions of the loss, n0 positions of the objective's own head, D language-model width
-"""A further loss on the language model's hidden states, beside an objective's own. For extensions."""
+"""A further loss on the language model's hidden states, added to the objective's. For extensions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
