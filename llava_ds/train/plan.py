@@ -241,7 +241,7 @@ def _plan_steps(
     tokens = known.args.training.tokens_per_micro_batch
     if tokens == "auto":
         tokens = choice("tokens_per_micro_batch", tokens)(known, model, dataset, order, ranks)
-    work = flops.of_rank(start.mesh.tp)
+    work = flops.of_rank(known.args.size_of("tp"))
     packing = Packing.of(known.args, dp, tokens, work.pair_cost, work.costs_beside)
     per_epoch = steps_per_epoch(order, packing)
     num_steps = total_steps(known.args.training, per_epoch)

@@ -279,9 +279,9 @@ def forward_and_backward(
 def refresh_tied(model: nn.Module, device: torch.device) -> None:
     """Copy the embedding to the last stage if it is the output layer: before each step, and once in eval mode."""
     stage = model.stage
-    if model.tied_copy.is_fresh and not model.training:
+    if model.language_model.tied_copy.is_fresh and not model.training:
         return
-    model.tied_copy.is_fresh = True
+    model.language_model.tied_copy.is_fresh = True
     if stage.tied_rows and stage.is_first:
         _move(torch.distributed.isend, _embedding(model).detach(), stage, stage.size - 1)
     if stage.tied_rows and stage.is_last:

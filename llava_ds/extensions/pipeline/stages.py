@@ -137,7 +137,7 @@ def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.dis
     rows, width = output.weight.shape
     is_tied = output.weight is model.language_model.get_input_embeddings().weight
     model.stage = Stage(index, len(counts), group, width, output.weight.dtype, rows if is_tied else 0)
-    model.tied_copy = TiedCopy()
+    model.language_model.tied_copy = TiedCopy()
     for n in range(len(layers)):
         if not begin <= n < begin + counts[index]:
             layers[n] = _Elsewhere()

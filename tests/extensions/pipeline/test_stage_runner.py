@@ -81,9 +81,10 @@ class Model(nn.Module):
 
     def __init__(self, index: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.stage, self.tied_copy = Stage(index, 2, None, WIDTH, dtype, tied_rows=4), TiedCopy()
-        ends = nn.Embedding(4, WIDTH, dtype=dtype)
-        self.language_model = SimpleNamespace(get_output_embeddings=lambda: ends, get_input_embeddings=lambda: ends)
+        self.stage = Stage(index, 2, None, WIDTH, dtype, tied_rows=4)
+        ends, self.language_model = nn.Embedding(4, WIDTH, dtype=dtype), nn.Module()
+        self.language_model.get_output_embeddings = self.language_model.get_input_embeddings = lambda: ends
+        self.language_model.tied_copy = TiedCopy()
 
     def forward(self, batch: Micro) -> torch.Tensor:
         return self.language_model.get_input_embeddings()(batch.input_ids)
