@@ -102,8 +102,8 @@ def most_work(plan: StepPlan) -> np.ndarray:
 def _most_tokens(plan: StepPlan, done: int) -> int:
     """Compute an upper bound of the tokens in any remaining pack.
 
-    plan_by_tokens puts the heaviest sample first into the lightest pack, whose cost is then at most the mean, and
-    no exchange makes the heaviest pack heavier. Packs that are still too long are cut to the bound, which is lower.
+    plan_by_tokens puts the heaviest sample first into the lightest pack: its cost is then at most the mean, and
+    no exchange makes the heaviest pack heavier. Packs that are still too long are cut to the lower bound.
     Samples cost at least their number of tokens, and at most all of their work.
     """
     packing, longest = plan.packing, int(plan.dataset.lengths.max())

@@ -55,10 +55,10 @@ def sample_costs(
 ) -> np.ndarray:
     """Cost of each sample of a step, (samples,) int64: all its work, in units of one token.
 
-    others: supervised tokens, tiles and pairs of tiles of each, or nothing. A sample of L tokens costs
+    others: each sample's supervised tokens, tiles and pairs of tiles, or nothing. A sample of L tokens costs
     L + pair_cost L**2 (matrices and attention) and costs_beside times the others (output layer and tower), both in
-    units of one token's matrices. What every sample has beside each of its tokens is part of the unit, so that samples
-    without images and with equal shares of supervised tokens cost L + pair_cost L**2.
+    units of one token's matrices. The unit includes the work that every sample has per token, so that samples without
+    images and with equal shares of supervised tokens cost L + pair_cost L**2.
     """
     costs = tokens + (pair_cost * tokens**2).astype(np.int64)
     if not len(others) or not any(costs_beside) or not len(tokens):

@@ -227,7 +227,7 @@ class _Checked:
 
     @property
     def marks(self) -> list[int | ImageText]:
-        """What the encoder inserts for each of the media."""
+        """The encoder's insertions for each of the media."""
         return [layout.mark for layout in self.layouts]
 
 

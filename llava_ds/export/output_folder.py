@@ -49,7 +49,7 @@ def _functions(form: str) -> tuple[Callable[..., list[Entry]], Callable[..., Wri
 
 
 def folder_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """List the tensors of a folder by their names there, with those of files beside the model's last.
+    """List the tensors of a folder by their names there: the model's, then the further files'.
 
     entries: of the model; the plan's form is "hf", "llava" or "projector".
     """

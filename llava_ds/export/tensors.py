@@ -191,8 +191,7 @@ def _with_rows(entry: Entry, rows: int) -> Entry:
 
 
 def without_own_files(entries: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """Return the entries of the model's files, and those of files beside them: a value head's and of extensions'
-    modules."""
+    """Return the entries of the model's files, and of further files for a value head and extensions' modules."""
     rest, beside = [], []
     for entry in entries:
         (beside if entry.name.startswith((formats.VALUE_HEAD, formats.OWN)) else rest).append(entry)

@@ -249,7 +249,7 @@ class ExtensionFlags:
         return None
 
     def drawing(self, args: "Arguments") -> Drawing | None:
-        """Return what a step draws; None without drawing."""
+        """Return a step's drawing; None without drawing."""
         return None
 
     def problems(self, args: "Arguments") -> Iterator[str]:

@@ -28,8 +28,8 @@ LEAVE_OUT = "or give --check_plugin False to train without this check"
 def prove(runner: Runner, objective: Objective, dataset: EncodedDataset, ranks: Ranks, mesh: Mesh) -> list[str]:
     """Try the plugins of a run; returns a line about it. Collective.
 
-    Raises ConfigError if the numbers of packed samples are not the sums of each alone, or if a trained parameter of a
-    plugin is not reached by the loss.
+    Raises ConfigError if packed samples give other numbers than single ones, or if the loss does not reach a trained
+    parameter.
     """
     if ranks.world_size > mesh.dp or not dataset.is_whole:
         return ["plugins are not checked before training: the samples are not known, or ranks share them"]

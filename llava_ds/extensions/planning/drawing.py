@@ -2,17 +2,17 @@
 """Estimate the memory and time of steps that draw answers before they train on them.
 
 Drawing never coexists with a micro-batch's activations, so a rank's peak is the larger of both passes. Both have the
-model states and the frozen models of the objective (reference, reward model), which are whole on every rank and taken
-to be of the trained model's size. Drawing adds
+model states and the frozen models of the objective (reference, reward model), whole on every rank and taken to have
+the trained model's size. Drawing adds
 
     weights      all of them, gathered at ZeRO-3 (wP); at stages 0 to 2 the engine's own
-    cache        2 key widths of every layer for R (L + N) tokens, and one layer more, which is copied to grow
+    cache        2 key widths of every layer for R (L + N) tokens, and one layer more, copied to grow
     prompts      hidden states and MLP of one layer for B L tokens, without gradients
     logits       LOGIT_BYTES for each of R V: fp32 log-probabilities, and fp64 sums to draw from
 
 as if no answer ended early and no two were equal. Time is a roofline: every token of the answers reads all weights of
 the language model once and the cache so far, for R rows at once, or computes 2 FLOPs per weight and row: the slower of
-the two. A prompt is read once for its answers. Not counted: latency of kernels, which is most of a small model's time;
+the two. A prompt is read once for its answers. Not counted: latency of kernels, most of a small model's time;
 rewards of functions; the copy of weights to a server that draws, and its time.
 """
 
@@ -32,7 +32,7 @@ LOGIT_BYTES = 44  # logits, two in fp32, and four in fp64: probabilities, their 
 
 @dataclass(frozen=True)
 class DrawingStep:
-    """A step that draws. run: with the batch of its training pass; drawn: what it draws."""
+    """A step that draws. run: with the batch of its training pass; drawn: the drawing."""
 
     run: Run
     drawn: Drawing
@@ -110,7 +110,7 @@ class DrawingStep:
         if time is None:
             return None
         rounds = math.ceil(drawn.prompts / drawn.at_once)
-        # 2 FLOPs per weight; the output layer's are beside the layers'.
+        # 2 FLOPs per weight; the output layer's come on top.
         weights = flops.forward_per_token / 2 + text.hidden * text.vocab
         read = w * weights + self.cache_bytes * (self.prompt + drawn.new_tokens / 2) / (self.prompt + drawn.new_tokens)
         per_token = max(read / bandwidth, 2 * self.rows * weights / peak)

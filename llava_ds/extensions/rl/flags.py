@@ -124,7 +124,7 @@ class Flags(ExtensionFlags):
         "TRL 1.16 does by default.",
     )
     entropy_coef: Rate = _grpo(
-        0.0, "grpo: weight of the mean entropy of the answers' tokens, which lowers the loss: they stay varied."
+        0.0, "grpo: weight of the mean entropy of the answers' tokens, subtracted from the loss: they stay varied."
     )
     critic_model_name_or_path: str | None = _ppo(
         None,
@@ -215,7 +215,7 @@ class Flags(ExtensionFlags):
         )
 
     def drawing(self, args: "Arguments") -> Drawing | None:
-        """Return what a step draws, and the models that judge it."""
+        """Return a step's drawing, and the models that judge it."""
         training = args.training
         if self.traits(training.objective) is None:
             return None

@@ -64,11 +64,11 @@ class PolicyLoss:
 
     epsilon, epsilon_high: clipping range of the ratio of new to old probability; importance_sampling_level: one ratio
     per token, or per answer (the geometric mean of its tokens'); beta: weight of the distance from the reference model;
-    corrects_kl: multiply the distance by the ratio, which makes its gradient unbiased; temperature: of the generation;
+    corrects_kl: multiply the distance by the ratio, for an unbiased gradient; temperature: of the generation;
     loss_type: a function of ratio and advantage: cispo's weight is the ratio up to epsilon_high, without a gradient;
     sapo's a smooth gate with the temperatures gates (of positive and other advantages); rloo's ratio is an answer's,
     the product of its tokens'; all others clip; correction: of answers that another program generated, None for none;
-    entropy_coef: weight of the mean entropy of all tokens, which lowers the loss.
+    entropy_coef: weight of the mean entropy per token, subtracted from the loss.
     Sources: GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), CISPO (2506.13585),
     SAPO (2511.20347), LUSPO (2602.05261), RLOO (2402.14740), the correction of the distance (2512.02556, 3.1); names
     and conventions are TRL's.
@@ -153,7 +153,7 @@ class GRPO:
 def policy_losses(
     loss: PolicyLoss, ratio: torch.Tensor, advantages: torch.Tensor, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the tokens' losses (S,), and two masks of clipped ratios: too low, too high.
+    """Return the tokens' losses (S,), and masks of the ratios clipped below and above.
 
     ratio, advantages, rows (S,): of new to old probability, of the token's answer, and new log-probabilities.
     """

@@ -1,4 +1,4 @@
-"""What a model's folder holds: the configuration and the weights of its parts."""
+"""The content of a model's folder: the configuration and the weights of its parts."""
 
 import dataclasses
 from collections.abc import Callable

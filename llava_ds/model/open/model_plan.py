@@ -78,7 +78,7 @@ def read_parts(args: ModelArguments) -> Parts:
 
 
 def _own_of(args: ModelArguments) -> dict[str, Source]:
-    """Return the sources of extensions' modules: beside the model's weights, else beside the projector's."""
+    """Return the sources of extensions' modules: in the model's folder, else in the projector's."""
     folders = {FLAG: args.model_name_or_path}
     folders |= {flag: str(Path(file).parent) for flag, file in projector_files(args).items()}
     parts = [formats.OWN + name for name in active(args.own).modules]

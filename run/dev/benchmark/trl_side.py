@@ -124,7 +124,7 @@ def pair_losses(model: str, cases: list[dict]) -> list[float]:
 
 
 def answer_losses(model: str, cases: list[dict]) -> list[float]:
-    """Return the losses of KTOTrainer for given log-probabilities of answers and of mismatched ones."""
+    """Return KTOTrainer's losses, given log-probabilities for answers and for mismatched answers."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         rows = [{"prompt": "yes", "completion": answer, "label": answer == "no"} for answer in ("no", "two")]

@@ -67,10 +67,10 @@ def test_a_leaking_copy_is_refused_with_the_figure(planned, monkeypatch, tmp_pat
     plan, images, _folder = planned
     sound = attention.attend
 
-    def leaking(query, key, value, cu_seqlens, max_seqlen, rule, query_positions=None):
-        whole = torch.tensor([0, int(cu_seqlens[-1])], dtype=torch.int32)
-        rule = rule._replace(lengths=None)
-        return sound(query, key, value, whole, int(cu_seqlens[-1]), rule, query_positions)
+    def leaking(query, key, value, bounds, rule, query_positions=None):
+        whole = torch.tensor([0, int(bounds.queries[-1])], dtype=torch.int32)
+        bounds, rule = attention.Bounds.of(whole, int(whole[-1])), rule._replace(lengths=None)
+        return sound(query, key, value, bounds, rule, query_positions)
 
     monkeypatch.setattr(attention, "attend", leaking)
     monkeypatch.setattr("llava_ds.model.last_layer.attend", leaking)
