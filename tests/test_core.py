@@ -27,7 +27,7 @@ BARS = {
     "feature words": 60,
     "kernel files": 41,
     "kernel lines": 5969,
-    "all lines": 72945,
+    "all lines": 72944,
 }
 
 # What one reads to understand training.
