@@ -112,13 +112,15 @@ class ObjectiveTraits(NamedTuple):
 class Drawing(NamedTuple):
     """Answers that a step draws before it trains, on each rank: to `prompts` prompts, at_once of them together.
 
-    new_tokens: most of an answer; shares: the training pass computes a prompt once for its answers; frozen_models:
-    models beside the trained one, whole on every rank; updates: training passes; by_server: another process draws.
+    new_tokens: most of an answer; max_length: most of prompt and answer; shares: the training pass computes a prompt
+    once for its answers; frozen_models: number of further models, whole on every rank; updates: training passes;
+    by_server: another process draws.
     """
 
     prompts: int
     answers: int
     new_tokens: int
+    max_length: int
     at_once: int
     shares: bool
     frozen_models: int

@@ -84,7 +84,7 @@ def test_flash_attn_3_without_dropout_leaves_it_to_2(monkeypatch):
 
 @pytest.mark.parametrize("how", [{"family": "gemma2"}, {"how": {"capability": (7, 5)}}], ids=str)
 def test_where_no_kernel_fits_the_host_waits_as_the_first_lines_say(how):
-    with pytest.raises(HostWait, match=r"attention\.py:_per_segment"):
+    with pytest.raises(HostWait, match=r"attention\.py:_lengths"):
         trained_once(**how)
     with gpu(**how.get("how", {})):
         text = toys.language_model_config(how.get("family", "llama"))

@@ -51,8 +51,8 @@ class DrawingStep:
 
     @property
     def prompt(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(1, self.run.longest_sample - self.drawn.new_tokens)
+        """Tokens of the longest prompt: at most the longest sample's, and an answer has room."""
+        return max(1, min(self.run.longest_sample, self.drawn.max_length - self.drawn.new_tokens))
 
     @property
     def tokens_of_prompt(self) -> int:

@@ -225,6 +225,7 @@ class Flags(ExtensionFlags):
             prompts=prompts,
             answers=self.num_generations,
             new_tokens=self.max_completion_length,
+            max_length=args.data.model_max_length,
             at_once=min(prompts, self.per_device_generation_batch_size),
             shares=self.share_prompts,
             frozen_models=has_reference + (self.reward_model_name_or_path is not None),
