@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 119,
-    "imported lines": 19046,
+    "imported lines": 19048,
     "files at the end": 190,
     "lines at the end": 27700,
     "feature words": 60,
     "kernel files": 41,
-    "kernel lines": 5969,
-    "all lines": 72947,
+    "kernel lines": 5986,
+    "all lines": 72964,
 }
 
 # What one reads to understand training.

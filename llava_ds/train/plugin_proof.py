@@ -4,6 +4,8 @@ It runs a few samples forward and backward with weight zero, as the warm-up does
 """
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -18,21 +20,23 @@ from llava_ds.model.open.names import OWN
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, gather
 from llava_ds.train.objectives.objective import Objective
+from llava_ds.train.plan import Plan
 
 WITH_IMAGES, WITHOUT = 2, 1  # samples that are tried
-# Largest relative difference by the dtype of the weights; rounding depends on the layout of a pack.
+# Largest relative difference by the dtype of the computation; rounding depends on the layout of a pack.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 LEAVE_OUT = "or give --check_plugin False to train without this check"
 
 
-def prove(runner: Runner, objective: Objective, dataset: EncodedDataset, ranks: Ranks, mesh: Mesh) -> list[str]:
+def prove(plan: Plan, runner: Runner, objective: Objective, ranks: Ranks, mesh: Mesh) -> list[str]:
     """Try the plugins of a run; returns a line about it. Collective.
 
-    Raises ConfigError if packed samples give other numbers than single ones, or if the loss does not reach a trained
-    parameter.
+    Raises ConfigError if packed samples give another loss than single ones, or other numbers of the plugins, or if the
+    loss does not reach a trained parameter.
     """
-    if ranks.world_size > mesh.dp or not dataset.is_whole:
-        return ["plugins are not checked before training: the samples are not known, or ranks share them"]
+    dataset, traits = plan.steps.dataset, plan.args.traits
+    if ranks.world_size > mesh.dp or not dataset.is_whole or traits.draws:
+        return ["plugins are not checked before training: the samples are not known before, or ranks share them"]
     images = itertools.islice(dataset.positions(images=True), WITH_IMAGES)
     samples = [*images, *itertools.islice(dataset.positions(images=False), WITHOUT)]
     model = runner.engine.module
@@ -40,12 +44,14 @@ def prove(runner: Runner, objective: Objective, dataset: EncodedDataset, ranks: 
     reached: set[str] = set()
     hooks = [each.register_hook(lambda _, name=name: reached.add(name)) for name, each in watched.items()]
     try:
-        packed, *alone = (_numbers(runner, objective, batch) for batch in _batches(dataset, samples, ranks, mesh))
+        with _without_dropout(model):
+            packed, *alone = (_numbers(runner, objective, batch) for batch in _batches(dataset, samples, ranks, mesh))
     finally:
         for hook in hooks:
             hook.remove()
+    packed = {name: value for name, value in packed.items() if name not in traits.metrics}  # these need not add up
     summed = {name: sum(each.get(name, 0.0) for each in alone) for name in packed}
-    tolerance = TOLERANCE[next(model.parameters()).dtype]
+    tolerance = TOLERANCE[plan.resolved.compute_dtype]
     names = " and ".join(f"{name}.py" for name in plugins())
     for name, value in packed.items():
         if not abs(value - summed[name]) <= tolerance * max(abs(value), abs(summed[name])):
@@ -64,6 +70,20 @@ def prove(runner: Runner, objective: Objective, dataset: EncodedDataset, ranks: 
         f"{names}: {' and '.join(packed)} of {len(samples)} samples in one pack as in a pack each; the loss reaches "
         f"all {len(watched)} trained parameters (--check_plugin)"
     ]
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off, which would differ between a pack and its samples."""
+    names = [(each, "p") for each in model.modules() if isinstance(each, nn.Dropout)]
+    rate = "attention_dropout"
+    names += [(each, rate) for each in model.modules() if isinstance(getattr(each, rate, None), float)]
+    before = [getattr(*each) for each in names]
+    for each in names:
+        setattr(*each, 0.0)
+    yield
+    for each, value in zip(names, before):
+        setattr(*each, value)
 
 
 def _is_own(name: str, parameter: nn.Parameter) -> bool:

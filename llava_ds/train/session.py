@@ -110,7 +110,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     if plugins() and training.check_plugin:
         from llava_ds.train.plugin_proof import prove
 
-        print_first(*prove(runner, objective, plan.steps.dataset, ranks, mesh))
+        print_first(*prove(plan, runner, objective, ranks, mesh))
     saver = _saver(plan, engine, ranks)
     return Session(
         plan,

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import toys
+from drawing_runs import RULES
+from known_flags import known
 from launching import command_line, ds_config, environment, launch, losses, run_many, toy_run
 from safetensors.torch import load_file
+from textbook_pairs import write_pairs
 
 from llava_ds.runtime.launchers import free_port
 
@@ -218,3 +221,40 @@ def test_a_plugin_that_mixes_samples_or_trains_nothing_is_refused_before_the_fir
     done = launch(1, ROOT / "run" / "train.py", *command_line(flags))
     assert done.returncode != 0 and re.search(message, done.stdout + done.stderr)
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+HARMLESS = '''
+"""A number of the log."""
+from llava_ds.extensions.base import Extension
+from llava_ds.train.objectives.objective import Wrapped
+
+
+class Twice(Wrapped):
+    def forward(self, engine, batch):
+        micro = self.objective.forward(engine, batch)
+        return micro._replace(metrics={**micro.metrics, "twice": 2 * micro.loss_sum.detach().double()})
+
+
+extension = Extension(objective=lambda plan, mesh, plain: Twice(plain))
+'''
+
+
+@pytest.mark.full
+def test_the_check_goes_with_dropout_pairs_and_drawn_answers(given, tmp_path):
+    (tmp_path / "twice.py").write_text(HARMLESS)
+    (tmp_path / "rules.py").write_text(RULES)
+    cases = {
+        "dropout": {"lora_enable": True, "lora_r": 4, "lora_dropout": 0.5},
+        "pairs": {"objective": "dpo", **write_pairs(tmp_path / "pairs", 8)},
+        "drawn": {"objective": "grpo", "reward_funcs": f"{tmp_path / 'rules.py'}:even", "max_completion_length": 4},
+    }
+    cases = {name: flags for name, flags in cases.items() if known(flags)}
+    todo = [
+        toy_run({**given, **more}, tmp_path / name, ds_config(2), plugin=tmp_path / "twice.py", max_steps=1)
+        for name, more in cases.items()
+    ]
+    output = run_many(1, tmp_path / "launch", todo, finished=False)
+    assert output.count("loss and twice of 3 samples in one pack as in a pack each") == len({*cases} - {"drawn"})
+    assert output.count("plugins are not checked before training") == ("drawn" in cases)
+    if "pairs" in cases:
+        assert "prompts are computed once per answer: a plugin may count" in output

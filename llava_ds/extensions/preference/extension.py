@@ -51,7 +51,7 @@ class References(SessionPart):
         self._divergence: Divergence | None = None  # of kto
         other = plan.own["preference"]
         configs = [plan.model.text_config, *([] if other is None else [other.model.text_config])]
-        shares = shares_prompts(plan.args.own["preference"], plan.args, configs)
+        shares = shares_prompts(plan.args.own["preference"].share_prompts, plan.args, configs)
         for dataset in plan.data_sets:
             dataset.shares_prompts = shares
 

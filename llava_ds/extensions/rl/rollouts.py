@@ -86,8 +86,10 @@ class Rollouts(SessionPart):
             top_p=self._flags.top_p,
         )
         self._groups_seen = self._groups_without_signal = 0
-        configs = [plan.model.text_config, *(judge.model.text_config for judge in (plan.own["rl"].critic,) if judge)]
-        self._shares_prompts = shares_prompts(self._flags, plan.args, configs)
+        critic, configs = plan.own["rl"].critic, [plan.model.text_config]
+        if critic is not None:
+            configs.append(critic.model.text_config)
+        self._shares_prompts = shares_prompts(self._flags.share_prompts, plan.args, configs)
         on_every_rank(self.ranks, self._try_rewards)
 
     def built(self, model: LlavaModel) -> None:

@@ -7,9 +7,8 @@ import toys
 from extension_there import needs_extension
 from transformers import AutoConfig
 
+from llava_ds.extensions.table import EXTENSIONS, Trigger
 from llava_ds.train.objectives.prompt_sharing import shares_prompts
-
-ON = SimpleNamespace(share_prompts=True)
 
 
 def args(*broken: str) -> SimpleNamespace:
@@ -18,8 +17,8 @@ def args(*broken: str) -> SimpleNamespace:
 
 def test_they_do_unless_the_flag_says_no(capsys):
     llama = toys.language_model_config("llama")
-    assert shares_prompts(ON, args(), [llama, llama])
-    assert not shares_prompts(SimpleNamespace(share_prompts=False), args(), [llama])
+    assert shares_prompts(True, args(), [llama, llama])
+    assert not shares_prompts(False, args(), [llama])
     assert capsys.readouterr().out == ""
 
 
@@ -28,13 +27,19 @@ def test_states_routers_and_upcycled_layers_compute_copies_and_say_so(capsys):
     if toys.MIXTURES:
         cases.append(([toys.language_model_config(name) for name in ("llama", "mixtral")], args(), "routers"))
     for configs, given, reason in cases:
-        assert not shares_prompts(ON, given, configs)
-        assert f"can't share them, for its {reason}" in capsys.readouterr().out
+        assert not shares_prompts(True, given, configs)
+        assert f"computed once per answer: the {reason} of" in capsys.readouterr().out
 
 
 @needs_extension("ready")
 def test_layers_with_a_state(tmp_path, capsys):
     ready_models.write_ready(tmp_path, "qwen3_5")
     config = AutoConfig.from_pretrained(tmp_path).get_text_config()
-    assert not shares_prompts(ON, args(), [config])
-    assert "can't share them, for it has layers with a state" in capsys.readouterr().out
+    assert not shares_prompts(True, args(), [config])
+    assert f"computed once per answer: {config.model_type} has layers with a state" in capsys.readouterr().out
+
+
+def test_beside_a_plugin_too(monkeypatch, capsys):
+    monkeypatch.setitem(EXTENSIONS, "my_idea", Trigger("an idea", digest="0" * 64))
+    assert not shares_prompts(True, args(), [toys.language_model_config("llama")])
+    assert "a plugin may count the tokens of every answer" in capsys.readouterr().out
