@@ -1,4 +1,4 @@
-# T tokens of all samples laid end to end, t of them in the pack, S supervised tokens, M image positions
+# T tokens of all samples laid end to end, copies of prompts included; M image positions among them
 """Packs in which answers to the same prompt have it only once."""
 
 import dataclasses

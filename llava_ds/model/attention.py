@@ -100,14 +100,16 @@ def varlen_attention(
     """
     if s_aux is not None:
         raise ConfigError("the language model has attention sinks, and these are not supported: choose another model")
-    bounds = Bounds.of(cu_seqlens, max_seqlen, shared_prompts)
+    bounds, own = Bounds.of(cu_seqlens, max_seqlen, shared_prompts), None
+    if shared_prompts is not None:
+        lengths, own = shared_prompts.lengths, shared_prompts.own
     rule = Rule(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         dropout,
         sliding_window if sliding_window is not None and sliding_window < bounds.max_keys else None,
         softcap,
-        True,
-        *((lengths,) if shared_prompts is None else (shared_prompts.lengths, shared_prompts.own)),
+        lengths=lengths,
+        own=own,
     )
     out = attend(query, key, value, bounds, rule)
     if image_blocks is not None and not (image_blocks.need_windows and sliding_window is None):
@@ -336,7 +338,7 @@ def _per_segment(
 
 
 def _lengths(starts: torch.Tensor, known: tuple[int, ...] | None) -> list[int]:
-    """Return lengths, if not known from starts (samples + 1,): that may wait for the device."""
+    """Return the known lengths, or those between starts (samples + 1,): reading them may wait for the device."""
     return [end - start for start, end in itertools.pairwise(starts.tolist())] if known is None else list(known)
 
 

@@ -48,23 +48,21 @@ def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Objective:
     if plan.args.training.objective == "ppo":
         loss = ActorCriticLoss(own.cliprange, own.cliprange_value, own.vf_coef, own.temperature)
         return PPO(loss, plain.num_sources, mesh.grad_ranks)
+    correction = None
+    if own.vllm_server is not None and own.vllm_importance_sampling_correction:
+        bounds = own.vllm_importance_sampling_clip_max, own.vllm_importance_sampling_clip_min
+        correction = Correction(own.vllm_importance_sampling_mode, *bounds)
     loss = PolicyLoss(
-        own.epsilon,
-        own.epsilon if own.epsilon_high is None else own.epsilon_high,
-        own.importance_sampling_level,
-        0.0 if own.loss_type == "rloo" else own.beta,  # its rewards have the distance
-        own.use_bias_correction_kl,
-        own.temperature,
-        own.loss_type,
-        (own.sapo_temperature_pos, own.sapo_temperature_neg),
-        Correction(
-            own.vllm_importance_sampling_mode,
-            own.vllm_importance_sampling_clip_max,
-            own.vllm_importance_sampling_clip_min,
-        )
-        if own.vllm_server is not None and own.vllm_importance_sampling_correction
-        else None,
-        own.entropy_coef,
+        epsilon=own.epsilon,
+        epsilon_high=own.epsilon if own.epsilon_high is None else own.epsilon_high,
+        importance_sampling_level=own.importance_sampling_level,
+        beta=0.0 if own.loss_type == "rloo" else own.beta,  # its rewards have the distance
+        corrects_kl=own.use_bias_correction_kl,
+        temperature=own.temperature,
+        loss_type=own.loss_type,
+        gates=(own.sapo_temperature_pos, own.sapo_temperature_neg),
+        correction=correction,
+        entropy_coef=own.entropy_coef,
     )
     return GRPO(loss, plain.num_sources, mesh.grad_ranks)
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from extension_there import needs_extension
@@ -12,6 +13,9 @@ from llava_ds.config.arguments import rate_note
 from llava_ds.config.parsing import parse_arguments, tiny_defaults
 from llava_ds.config.shipped import RECIPES
 from llava_ds.constants import ConfigError
+from llava_ds.extensions.rl.extension import objective
+from llava_ds.extensions.rl.grpo import Correction, PolicyLoss
+from llava_ds.runtime.mesh import Mesh
 
 NEEDED = ["--output_dir", "out", "--deepspeed_config", "zero2"]
 
@@ -146,3 +150,31 @@ def test_the_script_speaks_under_its_own_name(flag, expected):
 def test_only_functions_of_files_need_the_other_columns(rewards, wanted):
     args, _ = parse_arguments([*NEEDED, "--objective", "grpo", "--reward_funcs", rewards])
     assert args.traits.other_columns is wanted
+
+
+def loss_of(*flags: str) -> PolicyLoss:
+    args = parse_arguments([*NEEDED, "--objective", "grpo", "--reward_funcs", "exact", *flags])[0]
+    return objective(SimpleNamespace(args=args), Mesh(dp=1, dp_rank=0), SimpleNamespace(num_sources=1)).loss
+
+
+def test_flags_reach_the_loss():
+    assert loss_of() == PolicyLoss()
+    given = "--loss_type sapo --sapo_temperature_pos 2 --sapo_temperature_neg 3 --entropy_coef 0.1 --beta 0.2"
+    wanted = PolicyLoss(beta=0.2, loss_type="sapo", gates=(2.0, 3.0), entropy_coef=0.1)
+    assert loss_of(*given.split()) == wanted
+    assert loss_of("--loss_type", "cispo", "--epsilon_high", "5") == PolicyLoss(epsilon_high=5.0, loss_type="cispo")
+    assert loss_of("--loss_type", "rloo", "--beta", "0.2") == PolicyLoss(loss_type="rloo")  # in the rewards
+    given = (
+        "--use_bias_correction_kl True --beta 0.2 --importance_sampling_level sequence --temperature 0.7 --epsilon 0.1"
+    )
+    wanted = PolicyLoss(0.1, 0.1, "sequence", 0.2, corrects_kl=True, temperature=0.7)
+    assert loss_of(*given.split()) == wanted
+
+
+def test_answers_of_a_server_are_corrected_unless_told_otherwise():
+    server = ["--vllm_server", "http://127.0.0.1:8765"]
+    assert loss_of(*server).correction == Correction("sequence_mask", 3.0, None)
+    bounds = "--vllm_importance_sampling_clip_max 2 --vllm_importance_sampling_clip_min 0.5"
+    mode = ["--vllm_importance_sampling_mode", "token_truncate"]
+    assert loss_of(*server, *mode, *bounds.split()).correction == Correction("token_truncate", 2.0, 0.5)
+    assert loss_of(*server, "--vllm_importance_sampling_correction", "False").correction is None
