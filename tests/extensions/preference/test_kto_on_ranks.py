@@ -151,7 +151,7 @@ def test_training_is_the_textbooks(runs, textbook, at):
     assert len(found) == STEPS and max(row["kl"] for row in exact) > 1e-3
     for name in exact[0]:
         most = max(abs(row[name] - other[name]) for row, other in zip(found, exact))
-        limit = 1e-6 if name == "loss" else 4e-6
+        limit = 1e-6 if name == "loss" else 1e-5  # the others are differences of sums over an answer, in float32
         assert most < limit * max(1.0, max(abs(other[name]) for other in exact)), (name, most)
 
 
