@@ -35,6 +35,7 @@ INTERFACE = (
     "architecture",
     "base",
     "missing_plugins",
+    "plugin_slots",
     "table",
 )  # the core may import them
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

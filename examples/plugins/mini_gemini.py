@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn import functional
 
 from llava_ds.constants import ConfigError
-from llava_ds.extensions.base import Extension, ProjectorKind
+from llava_ds.extensions.base import Extension
+from llava_ds.extensions.plugin_slots import ProjectorKind
 
 WINDOW = 3  # patches in a row around one
 

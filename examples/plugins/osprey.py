@@ -20,7 +20,8 @@ from torch import nn
 from llava_ds.batch import Batch
 from llava_ds.config.flags import flags_of
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.extensions.base import Extension, ExtensionFlags, RecordFields, SessionPart
+from llava_ds.extensions.base import Extension, ExtensionFlags, SessionPart
+from llava_ds.extensions.plugin_slots import RecordFields
 
 _osprey, _ = flags_of("osprey")
 

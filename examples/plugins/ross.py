@@ -21,7 +21,7 @@ from llava_ds.config.bounds import Positive, Rate
 from llava_ds.config.flags import flags_of
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.base import Extension, ExtensionFlags, Number, SessionPart
-from llava_ds.train.objectives.hidden_loss import HiddenLoss
+from llava_ds.extensions.plugins.hidden_loss import HiddenLoss
 
 _ross, _ = flags_of("ross")
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from llava_ds.constants import ConfigError
-from llava_ds.extensions.base import Extension, ProjectorKind
+from llava_ds.extensions.base import Extension
+from llava_ds.extensions.plugin_slots import ProjectorKind
 from llava_ds.model.projector import space_to_depth
 
 

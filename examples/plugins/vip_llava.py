@@ -20,7 +20,8 @@ from llava_ds.batch import Batch
 from llava_ds.config.bounds import Count
 from llava_ds.config.flags import flags_of
 from llava_ds.constants import DataError
-from llava_ds.extensions.base import Extension, ExtensionFlags, RecordFields, SessionPart
+from llava_ds.extensions.base import Extension, ExtensionFlags, SessionPart
+from llava_ds.extensions.plugin_slots import RecordFields
 
 _vip_llava, _ = flags_of("vip_llava")
 COLOURS = ((255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (255, 0, 255), (0, 255, 255))

@@ -23,7 +23,7 @@ from llava_ds.config.bounds import Rate
 from llava_ds.config.flags import flags_of
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.base import Extension, ExtensionFlags, Number, SessionPart
-from llava_ds.train.objectives.hidden_loss import HiddenLoss
+from llava_ds.extensions.plugins.hidden_loss import HiddenLoss
 
 _viral, _ = flags_of("viral")
 DEPTH = 2  # layers of the head

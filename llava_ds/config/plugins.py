@@ -22,10 +22,9 @@ from llava_ds.extensions.base import (
     Extension,
     ExtensionFlags,
     MeshPart,
-    ProjectorKind,
-    RecordFields,
     StatePart,
 )
+from llava_ds.extensions.plugin_slots import ProjectorKind, RecordFields
 from llava_ds.extensions.table import EXTENSIONS, Trigger
 
 # Flags of the core to which a plugin adds a value, its own name, through Extension.choices.
@@ -106,7 +105,7 @@ def _load(name: str, file: _File) -> None:
             raise ConfigError(f"{where}: nothing reads choices of {flag!r}: {did_you_mean(flag, CHOICES, known)}")
         if not isinstance(kind, CHOICES[flag]):
             raise ConfigError(
-                f"{where}: choices of {flag!r}: give a value of a class of extensions/base.py's "
+                f"{where}: choices of {flag!r}: give a value of a class of extensions/plugin_slots.py's "
                 f"{CHOICES[flag].__name__}"
             )
     module.Flags = _flags(name, flags, extension, where)
@@ -143,7 +142,7 @@ def _check_slots(extension: Extension, where: str) -> None:
             raise ConfigError(f"{where}: {slot}: give a function with the arguments in extensions/base.py's Extension")
     for slot, kind in VALUES.items():
         if (value := getattr(extension, slot)) is not None and not isinstance(value, kind):
-            raise ConfigError(f"{where}: {slot}: give a value of extensions/base.py's {kind.__name__}")
+            raise ConfigError(f"{where}: {slot}: give a value of {kind.__module__.rpartition('.')[2]}.py's {kind.__name__}")
 
 
 def _run(name: str, file: _File) -> ModuleType:

@@ -19,7 +19,6 @@ from llava_ds.extensions.base import (
     Hook,
     MeshPart,
     Phase,
-    RecordFields,
     ReportPart,
     SessionPart,
     StatePart,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from llava_ds.data.dataset import EncodedDataset
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
     from llava_ds.engine.warm_up import NewEngine
+    from llava_ds.extensions.plugin_slots import RecordFields
     from llava_ds.model.llava import LlavaModel
     from llava_ds.model.open.folder import ModelFolder
     from llava_ds.model.open.model_plan import ModelPlan
@@ -141,7 +141,7 @@ def plugins() -> dict[str, str]:
     return {name: trigger.digest for name, trigger in EXTENSIONS.items() if trigger.digest}
 
 
-def record_fields() -> dict[str, RecordFields]:
+def record_fields() -> "dict[str, RecordFields]":
     """Return the further keys of records that loaded plugins read, by plugin."""
     found = {name: _extension(name).fields for name in plugins()}
     return {name: fields for name, fields in found.items() if fields is not None}
@@ -271,7 +271,7 @@ def _extension(name: str) -> Extension:
     if found.part is not None:
         if not (isinstance(found.part, type) and issubclass(found.part, SessionPart)):
             raise ConfigError(f"{path}: part: give a class of extensions/base.py's SessionPart")
-        _refuse_unknown(vars(found.part), SessionPart, f"{path}: {found.part.__name__}")
+        _refuse_unknown(vars(found.part), found.part.__base__, f"{path}: {found.part.__name__}")
     if found.wrap is not None:
         where = f"{path}: {type(found.wrap).__name__}"
         if not isinstance(found.wrap, Wrap):

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from llava_ds.export.layer_by_layer import Deadline
     from llava_ds.export.tensors import Entry
     from llava_ds.extensions.architecture import Architecture
+    from llava_ds.extensions.plugin_slots import RecordFields
     from llava_ds.model.llava import LlavaModel
     from llava_ds.model.open.model_folder import ModelFolder
     from llava_ds.model.open.model_plan import ModelPlan
@@ -544,44 +545,6 @@ class FolderForm:
         raise NotImplementedError
 
 
-class RecordFields:
-    """Further keys of a record that a plugin reads. Their values are stored with the encoded record.
-
-    names: the keys. They count as read; a record may lack them. In a micro-batch, Batch.extra["<plugin>.<key>"] is a
-    list with a tensor for each sample, None for a sample without the key.
-    """
-
-    names: ClassVar[tuple[str, ...]] = ()
-
-    def load(self, values: Mapping[str, object]) -> "Mapping[str, Tensor]":
-        """Convert a record's values to tensors, in a process that loads samples, and once when the record is checked.
-
-        values: those that are there. By default numbers, or nested lists of them, become float32 tensors. Raises
-        DataError for a bad value: the record is rejected.
-        """
-        import torch
-
-        try:
-            return {name: torch.tensor(value, dtype=torch.float32) for name, value in values.items()}
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{' or '.join(map(repr, values))} is not numbers: {error}") from error
-
-
-class ProjectorKind:
-    """A projector that an extension adds to the values of --mm_projector_type (Extension.choices).
-
-    option: the text after a colon in the value, as in my_projector:4; "" without one.
-    """
-
-    def stride(self, option: str) -> int:
-        """Return the side, in patches, of the square that becomes one projected feature. Raises ConfigError."""
-        return 1
-
-    def build(self, option: str, tower_width: int, width: int) -> "nn.Module":
-        """Build the projector, (N, P, C) to (N, P / stride**2, D), with its initial weights."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True)
 class MeshPart:
     """The functions for the mesh axis that an extension's flags add; every slot except `axis` is optional.
@@ -624,7 +587,7 @@ class Extension:
     # Builds a module that trains with the model, as its child own_<name>; its flags are of_model.
     module: Callable[["PreTrainedConfig", "TowerPlan", "ModelArguments"], "nn.Module"] | None = None
     adapter: Adapter | None = None  # exports an adapter instead of a complete model
-    fields: RecordFields | None = None  # further keys of records, for a plugin
+    fields: "RecordFields | None" = None  # further keys of records, for a plugin
     state: StatePart | None = None  # tensors that a checkpoint stores additionally
     objective: Callable[["Plan", "Mesh", "Objective"], "Objective"] | None = None  # replaces or wraps one
     part: type[SessionPart] | None = None  # lives as long as the session

@@ -157,6 +157,10 @@ EXTENSIONS: dict[str, Trigger] = {
         text_types="mixtral qwen2_moe qwen3_moe olmoe granitemoe qwen3_vl_moe_text",
         text_fields="moe",
     ),
+    "plugins": Trigger(
+        "a check of --plugin before the first step, and parts to build one from",
+        values={"check_plugin": (True,)},
+    ),
     "ready": Trigger(
         "vision-language models of transformers' own classes, such as Qwen-VL and Gemma",
         model_types="idefics3 smolvlm internvl gemma3 gemma4 qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 glm4v "

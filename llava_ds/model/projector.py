@@ -5,13 +5,16 @@
 import math
 import re
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.active import choice, values_of
-from llava_ds.extensions.base import ProjectorKind
+
+if TYPE_CHECKING:
+    from llava_ds.extensions.plugin_slots import ProjectorKind
 
 
 class Projector(nn.Module):
@@ -147,7 +150,7 @@ def square_stride(kind: str) -> int:
     return 1 if found is None else int(found[4] or 1)
 
 
-def _own_kind(kind: str) -> tuple[ProjectorKind, str] | None:
+def _own_kind(kind: str) -> "tuple[ProjectorKind, str] | None":
     """Return an extension's kind of projector, and the option after a colon; None for the core's kinds."""
     name, _, option = kind.partition(":")
     return (choice("mm_projector_type", name), option) if name in values_of("mm_projector_type") else None

@@ -108,9 +108,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     for part in parts:
         objective = part.of_steps(objective)
     if plugins() and training.check_plugin:
-        from llava_ds.train.plugin_proof import prove
-
-        print_first(*prove(plan, runner, objective, ranks, mesh))
+        print_first(*choice("check_plugin", True)(plan, runner, objective, ranks, mesh))
     saver = _saver(plan, engine, ranks)
     return Session(
         plan,

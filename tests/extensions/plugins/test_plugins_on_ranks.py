@@ -17,7 +17,7 @@ from textbook_pairs import write_pairs
 
 from llava_ds.runtime.launchers import free_port
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PLUGINS = ROOT / "examples" / "plugins"
 STEPS, SAVED = 4, 2
 MARK = "#"  # a token of the toys' vocabulary
@@ -186,7 +186,7 @@ LEAKY = '''
 """A loss that depends on the pack, or a module that is not used."""
 from torch import nn
 from llava_ds.extensions.base import Extension, SessionPart
-from llava_ds.train.objectives.hidden_loss import HiddenLoss
+from llava_ds.extensions.plugins.hidden_loss import HiddenLoss
 
 
 def module(text, tower, args):

@@ -19,7 +19,7 @@ from llava_ds.extensions.missing_plugins import refuse_missing
 from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.files.model_files import read_config
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples" / "plugins").glob("*.py"))
 NEEDED = ["--output_dir", "out", "--deepspeed_config", str(CONFIGS / "zero2.json")]
 FLAGS = """
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 from llava_ds.config.flags import flags_of
 from llava_ds.extensions.base import *
+from llava_ds.extensions.plugin_slots import *
 _idea, _free = flags_of("idea")
 
 @dataclass(frozen=True)
@@ -114,10 +115,10 @@ BROKEN = {
         for slot in ("check", "fits", "plan", "open_data", "complete", "module", "objective")
     },
     with_slots("wrap=1"): "idea.py: int: give a value of a class of extensions/base.py's Wrap",
-    with_slots("fields=1"): "idea.py: fields: give a value of extensions/base.py's RecordFields",
-    with_slots("adapter=1"): "idea.py: adapter: give a value of extensions/base.py's Adapter",
-    with_slots("state=1"): "idea.py: state: give a value of extensions/base.py's StatePart",
-    with_slots("mesh=1"): "idea.py: mesh: give a value of extensions/base.py's MeshPart",
+    with_slots("fields=1"): "idea.py: fields: give a value of plugin_slots.py's RecordFields",
+    with_slots("adapter=1"): "idea.py: adapter: give a value of base.py's Adapter",
+    with_slots("state=1"): "idea.py: state: give a value of base.py's StatePart",
+    with_slots("mesh=1"): "idea.py: mesh: give a value of base.py's MeshPart",
     with_slots("part=1"): "idea.py: part: give a class of extensions/base.py's SessionPart",
     with_slots("hooks=((Phase.LOG, int),)"): "idea.py: int: give a Phase and a class of",
     **{
@@ -125,7 +126,7 @@ BROKEN = {
         for slot in ("store", "folder", "open_folder", "text")
     },
     with_slots("choices={'mm_projector': 1}"): "'mm_projector': did you mean mm_projector_type",
-    with_slots("choices={'mm_projector_type': 1}"): "a value of a class of extensions/base.py's ProjectorKind",
+    with_slots("choices={'mm_projector_type': 1}"): "a value of a class of extensions/plugin_slots.py's ProjectorKind",
     with_class("SessionPart", "build", "part=Own"): "Own: nothing reads build: did you mean built",
     with_class("Wrap", "fill", "wrap=Own()"): "Own: nothing reads fill: did you mean filled",
     with_class("Hook", "after_steps", "hooks=((Phase.LOG, Own),)"): "reads after_steps: did you mean after_step",

@@ -1,0 +1,6 @@
+"""The check of plugins before training: --check_plugin."""
+
+from llava_ds.extensions.base import Extension
+from llava_ds.extensions.plugins.proof import prove
+
+extension = Extension(choices={"check_plugin": prove})
