@@ -142,7 +142,8 @@ def _check_slots(extension: Extension, where: str) -> None:
             raise ConfigError(f"{where}: {slot}: give a function with the arguments in extensions/base.py's Extension")
     for slot, kind in VALUES.items():
         if (value := getattr(extension, slot)) is not None and not isinstance(value, kind):
-            raise ConfigError(f"{where}: {slot}: give a value of {kind.__module__.rpartition('.')[2]}.py's {kind.__name__}")
+            file = kind.__module__.rpartition(".")[2]
+            raise ConfigError(f"{where}: {slot}: give a value of extensions/{file}.py's {kind.__name__}")
 
 
 def _run(name: str, file: _File) -> ModuleType:

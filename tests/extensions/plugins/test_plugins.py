@@ -115,10 +115,10 @@ BROKEN = {
         for slot in ("check", "fits", "plan", "open_data", "complete", "module", "objective")
     },
     with_slots("wrap=1"): "idea.py: int: give a value of a class of extensions/base.py's Wrap",
-    with_slots("fields=1"): "idea.py: fields: give a value of plugin_slots.py's RecordFields",
-    with_slots("adapter=1"): "idea.py: adapter: give a value of base.py's Adapter",
-    with_slots("state=1"): "idea.py: state: give a value of base.py's StatePart",
-    with_slots("mesh=1"): "idea.py: mesh: give a value of base.py's MeshPart",
+    with_slots("fields=1"): "idea.py: fields: give a value of extensions/plugin_slots.py's RecordFields",
+    with_slots("adapter=1"): "idea.py: adapter: give a value of extensions/base.py's Adapter",
+    with_slots("state=1"): "idea.py: state: give a value of extensions/base.py's StatePart",
+    with_slots("mesh=1"): "idea.py: mesh: give a value of extensions/base.py's MeshPart",
     with_slots("part=1"): "idea.py: part: give a class of extensions/base.py's SessionPart",
     with_slots("hooks=((Phase.LOG, int),)"): "idea.py: int: give a Phase and a class of",
     **{
