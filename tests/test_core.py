@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 119,
-    "imported lines": 19048,
+    "imported lines": 19018,
     "files at the end": 190,
     "lines at the end": 27700,
     "feature words": 60,
-    "kernel files": 41,
-    "kernel lines": 5986,
-    "all lines": 72964,
+    "kernel files": 39,
+    "kernel lines": 5800,
+    "all lines": 72986,
 }
 
 # What one reads to understand training.
