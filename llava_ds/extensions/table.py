@@ -154,7 +154,7 @@ EXTENSIONS: dict[str, Trigger] = {
         "train_modules router_aux_loss_coef ep_size expert_parallel_size moe_expert_parallel_size "
         "experts_implementation",
         keys="moe_expert_parallel_size",
-        text_types="mixtral qwen2_moe qwen3_moe olmoe granitemoe qwen3_vl_moe_text",
+        text_types="mixtral qwen2_moe qwen3_moe olmoe granitemoe qwen3_vl_moe_text qwen3_5_moe_text",
         text_fields="moe",
     ),
     "plugins": Trigger(

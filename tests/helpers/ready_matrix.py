@@ -37,6 +37,7 @@ ROWS = {  # the published sizes that a row is about, its family, and settings of
     "Qwen3-VL 2B, 4B": ("qwen3_vl", {**TWO, "tie_word_embeddings": True}),
     "Qwen3-VL-MoE": ("qwen3_vl_moe", TWO),
     "Qwen3.5": ("qwen3_5", TWO),
+    "Qwen3.5-MoE": ("qwen3_5_moe", TWO),
     "Gemma 3": ("gemma3", {}),
     "Gemma 4 31B": ("gemma4", {"num_global_key_value_heads": 2}),
     "Gemma 4 E4B": ("gemma4_e", {}),

@@ -206,7 +206,7 @@ TEMPLATES = {
     "idefics3": SMOLVLM_TEMPLATE, "smolvlm": SMOLVLM_TEMPLATE, "internvl": INTERNVL_TEMPLATE,
     "gemma3": GEMMA_TEMPLATE, "gemma4": GEMMA4_TEMPLATE, "gemma4_e": GEMMA4_SMALL_TEMPLATE,
     "qwen2_vl": QWEN_TEMPLATE, "qwen2_5_vl": QWEN_TEMPLATE, "qwen3_vl": QWEN3_TEMPLATE,
-    "qwen3_vl_moe": QWEN3_TEMPLATE, "qwen3_5": QWEN35_TEMPLATE,
+    "qwen3_vl_moe": QWEN3_TEMPLATE, "qwen3_5": QWEN35_TEMPLATE, "qwen3_5_moe": QWEN35_TEMPLATE,
 }  # fmt: skip
 MARKED = {
     "idefics3": SMOLVLM_MARKED, "smolvlm": SMOLVLM_MARKED, "internvl": INTERNVL_MARKED,
@@ -232,7 +232,7 @@ GEMMA4_TOKENS = [
     "<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|audio>", "<audio|>",
     "<|audio|>", "<|video|>", "<|channel>", "<channel|>",
 ]  # fmt: skip
-EXPERTS = if_there("mixtures", qwen3_vl_moe=Qwen3VLProcessor)
+EXPERTS = if_there("mixtures", qwen3_vl_moe=Qwen3VLProcessor, qwen3_5_moe=Qwen3VLProcessor)
 # Of Gemma 4's sizes, one as 31B, and one as E2B and E4B.
 FAMILIES = (
     "idefics3", "smolvlm", "internvl", "gemma3", "gemma4", "gemma4_e", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
@@ -264,6 +264,7 @@ def whole_blocks(family: str) -> dict[str, int]:
         "gemma4": {"global_head_dim": 32},
         "gemma4_e": {"global_head_dim": 32, "hidden_size_per_layer_input": 64},
         "qwen3_vl_moe": {"moe_intermediate_size": 64},
+        "qwen3_5_moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
     }
     return {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, **own.get(family, {})}
 
@@ -289,7 +290,7 @@ def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, templat
                 buffer.copy_(1 + torch.randn_like(buffer) / 5)
             elif name.endswith(("put_min", "put_max")):  # bounds of a matrix's inputs and outputs
                 buffer.fill_(-1.5 if name.endswith("min") else 1.5)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=family != "qwen3_5_moe")  # as published: stacked experts
     if family == "qwen3_vl_moe":
         turn_experts(folder)
     tokenizer.save_pretrained(folder)
@@ -599,12 +600,14 @@ def _qwen_config(family: str, tokenizer, text: dict) -> AutoConfig:
         vision |= {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1], "depth": 3}
         text |= {"head_dim": 16 * times, "num_hidden_layers": 3}
         rope["mrope_interleaved"] = True
-    if family == "qwen3_5":
+    if family.startswith("qwen3_5"):
         vision |= {"num_position_embeddings": 36}
         text |= {"head_dim": 16 * times, "num_hidden_layers": 3, **DELTA_NET}
         rope |= {"mrope_interleaved": True, "partial_rotary_factor": 0.5, "mrope_section": [2 * times, times, times]}
-    if family == "qwen3_vl_moe":
+    if family in EXPERTS:
         text = {"moe_intermediate_size": 24, **text, "num_experts": 4, "num_experts_per_tok": 2}
+    if family == "qwen3_5_moe":
+        text = {"shared_expert_intermediate_size": 24, **text}
     tied = text.pop("tie_word_embeddings", False)
     return AutoConfig.for_model(family, text_config=text, vision_config=vision, **ids, tie_word_embeddings=tied)
 

@@ -36,6 +36,7 @@ EXPERTS = {
         ),
     ),
     "qwen3_vl_moe_text": ExpertNames(None, may_be_turned=True),  # the published weights are (E, I, O)
+    "qwen3_5_moe_text": ExpertNames(None),
 }
 
 

@@ -24,9 +24,11 @@ READY = {  # model_type in config.json: the file in families/, and the family's 
     "qwen3_vl": ("qwen3_vl", "FAMILY"),
     "qwen3_vl_moe": ("qwen3_vl", "MIXTURE"),
     "qwen3_5": ("qwen3_5", "FAMILY"),
+    "qwen3_5_moe": ("qwen3_5", "MIXTURE"),
 }
 
-NEEDED = {"qwen3_vl_moe": "mixtures"}  # the extension that a ready model's language model needs
+# The extension that a ready model's language model needs.
+NEEDED = dict.fromkeys(("qwen3_vl_moe", "qwen3_5_moe"), "mixtures")
 
 # transformers' ready models that people fine-tune, and the reason why this project can't.
 NOT_YET = {
@@ -34,7 +36,6 @@ NOT_YET = {
     "gemma3n": "its layers have several streams of hidden states",
     "gemma4_unified": "its images go into the language model without a tower",
     "paligemma": "its prompts see all of themselves",
-    "qwen3_5_moe": "its experts are not tested with layers with a state across tokens",
     "mllama": "its images are not in the sequence",
 }
 

@@ -144,6 +144,12 @@ def read_ready(
     text.tie_word_embeddings = names.is_tied
     if names.buffers and (lost := sorted(names.buffers - set(map(names.to_memory, tensor_names(path))))):
         raise ConfigError(f"{where}: its files of weights don't hold {lost[0]}: copy it again")
+    experts = [name for name in tensor_names(path) if ".mlp.experts." in name and name != names.to_memory(name)]
+    if experts:
+        raise ConfigError(
+            f"{where}: its experts are separate tensors ({experts[0]}), expected one tensor for all of a layer "
+            "(mlp.experts.gate_up_proj), as published: save it with transformers' save_original_format=False"
+        )
     strange = [name for name in names.in_memory if names.part_of(name) is None and not names.is_beside(name)]
     if strange:
         raise ConfigError(f"{where}: its class in transformers has a part that is not known here, {strange[0]}")

@@ -36,7 +36,7 @@ EXPECTED = {
     "qwen2_vl": "<|box_start|>(250,100),(750,900)<|box_end|>, its middle <|box_start|>(500,500)<|box_end|>",
     "internvl": "<box>[[250, 100, 750, 900]]</box>, its middle <box>[[500, 500]]</box>",
     **dict.fromkeys(
-        ("idefics3", "smolvlm", "gemma3", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"),
+        ("idefics3", "smolvlm", "gemma3", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
         "[250, 100, 750, 900], its middle [500, 500]",
     ),
 }

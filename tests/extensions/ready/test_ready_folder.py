@@ -76,6 +76,21 @@ def test_experts_are_read_in_either_order_of_their_axes(tmp_path):
         assert all(torch.equal(tensors[f"model.{name}"], tensor) for name, tensor in theirs.items())
 
 
+@needs_extension("mixtures")
+def test_experts_in_separate_tensors_are_refused(tmp_path):
+    """As transformers saves Qwen3.5-MoE by default; published folders have one tensor for a layer's experts."""
+    write_ready(tmp_path, "qwen3_5_moe")
+    AutoModelForImageTextToText.from_pretrained(tmp_path).save_pretrained(tmp_path, save_original_format=False)
+    read_folder(str(tmp_path))
+    tensors = load_file(tmp_path / "model.safetensors")
+    stacked = tensors.pop("model.language_model.layers.0.mlp.experts.down_proj")
+    for i, matrix in enumerate(stacked):
+        tensors[f"model.language_model.layers.0.mlp.experts.{i}.down_proj.weight"] = matrix.clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"its experts are separate tensors \(.*expected one tensor for all"):
+        read_folder(str(tmp_path))
+
+
 def test_heads_for_several_tokens_are_left_out(tmp_path):
     """Which published folders of Qwen3.5 have, and transformers' class has not."""
     given = write_ready(tmp_path, "qwen3_5")

@@ -34,10 +34,10 @@ LORA_EVERYWHERE = {
 }  # fmt: skip
 # On experts, for which peft has no variants.
 LORA_EXPERTS = {**LORA, "lora_target_modules": "q_proj,gate_up_proj,down_proj"}
-QUICK, MIXTURE = "smolvlm", "qwen3_vl_moe"
+QUICK = "smolvlm"
 # Adam makes a full step of a gradient that is rounding alone: with the others' epsilon, Qwen3.5's plain loop in float64
 # differs by 4e-4 from the one in float32, with this one by 8e-6.
-EPSILONS = {"qwen3_5": 1e-3}
+EPSILONS = {"qwen3_5": 1e-3, "qwen3_5_moe": 1e-3}
 UNCHANGED = (".layer_scalar", ".std_bias", ".std_scale", "put_min", "put_max")  # buffers of Gemma 4
 COEFFICIENT = 0.1  # of the routers' loss, in a run of the mixture
 
@@ -59,6 +59,8 @@ class Runs:
         everywhere = LORA_EVERYWHERE
         if family == "gemma3":  # whose projector is a matrix, and no linear layer
             everywhere = everywhere | {"lora_modules": "language,vision"}
+        if family == "qwen3_5_moe":  # whose gate of the shared expert has one row
+            everywhere = everywhere | {"lora_rank_pattern": '{"shared_expert_gate": 1}'}
         saves = {"save_strategy": "steps", "save_steps": SAVED}
         todo = [self.run(f"zero{stage}", self.config(stage), tune_mm_vision=True, **saves) for stage in stages]
         last = f"zero{stages[-1]}"
@@ -76,7 +78,7 @@ class Runs:
                 "lora-all", self.config(3), **everywhere, max_steps=4, save_strategy="steps", **self.bounds
             ),
         ] * with_lora  # fmt: skip
-        if family == MIXTURE:
+        if family in ready_models.EXPERTS:
             todo += [
                 self.run(
                     "balanced", self.config(3), tune_mm_vision=True, per_device_train_batch_size=1,
@@ -183,10 +185,13 @@ def check_curve(runs: Runs) -> None:
 def check_routers(runs: Runs) -> None:
     """With the routers' loss, one sample in a micro-batch; the log has it, and the load of experts."""
     expected, routers = plain_loop(runs, COEFFICIENT)
-    assert np.allclose(losses(runs.folder / "balanced"), expected, rtol=5e-6, atol=0)
-    assert not np.allclose(losses(runs.folder / "zero3")[-5:], expected[-5:], rtol=1e-4)
+    # Rounding that DeltaNet amplifies may send a token between two experts to the other one.
+    close = {"rtol": 1e-4 if runs.family == "qwen3_5_moe" else 5e-6, "atol": 0}
+    found = losses(runs.folder / "balanced")
+    assert np.allclose(found[:4], expected[:4], rtol=1e-6, atol=0) and np.allclose(found, expected, **close)
+    assert not np.allclose(losses(runs.folder / "zero3")[-5:], expected[-5:], rtol=1e-3)
     rows = read_metrics(runs.folder / "balanced" / "metrics.jsonl")
-    assert np.allclose([row["experts/aux_loss"] for row in rows], routers, rtol=5e-6, atol=0)
+    assert np.allclose([row["experts/aux_loss"] for row in rows], routers, **close)
     for row in (*rows, *read_metrics(runs.folder / "zero0" / "metrics.jsonl")):
         assert 1 <= row["experts/max_over_mean"] <= 2 and 0 < row["experts/entropy"] <= 1
 
@@ -284,12 +289,12 @@ def test_a_ready_model_trains_as_a_plain_loop_over_transformers(quick):
 @pytest.mark.full
 def test_so_does_every_family_at_every_stage(full):
     assert ("reloaded with peft, logits differ by" in full.output) == known(LORA)
-    assert ("Gated DeltaNet: sample by sample, all else packed" in full.output) == (full.family == "qwen3_5")
+    assert ("Gated DeltaNet: sample by sample, all else packed" in full.output) == full.family.startswith("qwen3_5")
     check_curve(full)
     check_resumed(full)
     check_answers(full)
     adapters = ["lora", "lora-all"]
-    if full.family == MIXTURE:
+    if full.family in ready_models.EXPERTS:
         check_routers(full)
         adapters.append("lora-experts")
     for name in adapters if known(LORA) else []:

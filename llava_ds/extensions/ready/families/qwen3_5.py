@@ -1,7 +1,12 @@
 # T tokens of all samples laid end to end
-"""Qwen3.5: Qwen3-VL's tower without DeepStack, and a language model with recurrent state in most layers."""
+"""Qwen3.5: Qwen3-VL's tower without DeepStack, and a language model with recurrent state in most layers.
 
+Its mixture of experts (Qwen3.5-MoE) differs only in the language model.
+"""
+
+import dataclasses
 from functools import partial
+from types import ModuleType
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -13,18 +18,23 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5VisionModel,
     Qwen3_5VisionPatchMerger,
 )
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTextModel, Qwen3_5MoeVisionModel
 
 from llava_ds.extensions.ready.delta_net import Samples, keep_samples_apart, let_the_cpu_compute
 from llava_ds.extensions.ready.families import qwen_vl
 from llava_ds.extensions.ready.family import ReadyFamily, TileSpec, shrink
 
 
-class PackedTrunk(Qwen3_5TextModel):
-    """Qwen3.5's layers, changed to keep the samples of a pack apart."""
+class _Packed:
+    """Layers changed to keep the samples of a pack apart. library: transformers' module of the layers."""
 
-    def __init__(self, config: Qwen3_5TextConfig) -> None:
+    library: ModuleType
+
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
-        let_the_cpu_compute(modeling_qwen3_5)
+        let_the_cpu_compute(self.library)
         keep_samples_apart(self)
 
     def forward(
@@ -36,10 +46,33 @@ class PackedTrunk(Qwen3_5TextModel):
         return super().forward(**options)
 
 
+class PackedTrunk(_Packed, Qwen3_5TextModel):
+    """Qwen3.5's layers."""
+
+    library = modeling_qwen3_5
+
+
+class PackedMixture(_Packed, Qwen3_5MoeTextModel):
+    """Qwen3.5-MoE's layers."""
+
+    library = modeling_qwen3_5_moe
+
+
 class Qwen35ForCausalLM(qwen_vl.CausalTrunk):
     """Qwen3.5's language model with its output layer."""
 
     config_class, trunk = Qwen3_5TextConfig, PackedTrunk
+
+
+class Qwen35MoeForCausalLM(qwen_vl.CausalTrunk):
+    """Qwen3.5-MoE's language model with its output layer."""
+
+    config_class, trunk = Qwen3_5MoeTextConfig, PackedMixture
+    _can_record_outputs = Qwen3_5MoeTextModel._can_record_outputs
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # as in qwen3_vl.py
 
 
 def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: PreTrainedTokenizerBase) -> TileSpec:
@@ -70,4 +103,12 @@ FAMILY = ReadyFamily(
     build_tower=partial(qwen_vl.build_tower, Qwen3_5VisionModel),
     text_models=(Qwen35ForCausalLM,),
     shrink=_shrink,
+)
+
+MIXTURE = dataclasses.replace(
+    FAMILY,
+    name="Qwen3.5-MoE",
+    model_types=("qwen3_5_moe",),
+    build_tower=partial(qwen_vl.build_tower, Qwen3_5MoeVisionModel),
+    text_models=(Qwen35MoeForCausalLM,),
 )
