@@ -27,7 +27,7 @@ BARS = {
     "feature words": 60,
     "kernel files": 39,
     "kernel lines": 5800,
-    "all lines": 72986,
+    "all lines": 73035,
 }
 
 # What one reads to understand training.
