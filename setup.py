@@ -15,7 +15,7 @@ setup(
     long_description=(here / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     python_requires=">=3.10",
-    # Where it is installed, run/ and ds_configs/ lie within the package (llava_ds/config/shipped.py).
+    # Where it is installed, run/ and ds_configs/ lie within the package (llava_ds/config/recipes.py).
     packages=[*find_packages(include=["llava_ds", "llava_ds.*"]), "llava_ds.run", "llava_ds.ds_configs"],
     package_dir={"llava_ds.run": "run", "llava_ds.ds_configs": "ds_configs"},
     package_data={

@@ -36,7 +36,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from llava_ds.config.shipped import DS_CONFIGS, found
+from llava_ds.config.recipes import DS_CONFIGS, found
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.doctor.checks import CHECKS, as_lines, examine
 from llava_ds.extensions.doctor.requirements import PROBLEM, WARNING, Requirements

@@ -8,7 +8,7 @@ work. A killed one can be started again, and continues.
 import sys
 from typing import TYPE_CHECKING
 
-from llava_ds.config.shipped import RECIPES
+from llava_ds.config.recipes import RECIPES
 from llava_ds.runtime.command import Parser, begin, exit_with
 
 if TYPE_CHECKING:

@@ -127,8 +127,8 @@ import json
 from functools import partial
 
 from llava_ds.config.arguments import trains_projector_only
+from llava_ds.config.recipes import DS_CONFIGS
 from llava_ds.config.rules import CHOOSE_DS_CONFIG
-from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, axes_from, read_ds_config, resolve_ds_config
 from llava_ds.extensions.planning.auto import Data, Devices, choose_ds_config, planned_run
 from llava_ds.extensions.planning.drawing import drawing_lines, drawing_of

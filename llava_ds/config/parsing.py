@@ -14,9 +14,8 @@ from llava_ds.config.bounds import bounds_of, in_a_line
 from llava_ds.config.flags import Flag, HfArgumentParser, string_to_bool
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.config.other_trainers import CHECKPOINTING, WITHOUT_EFFECT, without_effect
-from llava_ds.config.recipes import read_recipe, recipe_of
+from llava_ds.config.recipes import DS_CONFIGS, RECIPES, found, read_recipe, recipe_of
 from llava_ds.config.rules import CHOOSE_DS_CONFIG, is_installed, problems_of, switched_off
-from llava_ds.config.shipped import DS_CONFIGS, RECIPES, found
 from llava_ds.config.training_flags import OPTIMS, TRACKERS
 from llava_ds.constants import (
     EXIT_BAD_INPUT,

@@ -7,8 +7,8 @@ from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.optimizer import optimizer_name
 from llava_ds.extensions.active import active
 from llava_ds.model.llava import LlavaModel, all_models
+from llava_ds.model.open.loading import is_packed, num_packed
 from llava_ds.model.open.names import OWN
-from llava_ds.model.open.packed import is_packed, num_packed
 
 
 def choose_trainable(model: LlavaModel, args: Arguments) -> None:

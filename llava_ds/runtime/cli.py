@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from llava_ds import __version__
-from llava_ds.config.shipped import RUN
+from llava_ds.config.recipes import RUN
 from llava_ds.constants import ConfigError, FlagProblems, did_you_mean
 from llava_ds.runtime.command import begin, exit_with
 from llava_ds.runtime.launchers import free_port

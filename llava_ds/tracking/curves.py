@@ -4,9 +4,8 @@ import math
 
 from llava_ds.tracking.blocks import Block, charts, note
 from llava_ds.tracking.chart import Series, line_chart
-from llava_ds.tracking.objective_numbers import known_numbers, objective_numbers
 from llava_ds.tracking.run_files import RunFiles
-from llava_ds.tracking.series import is_number, running_mean
+from llava_ds.tracking.series import is_number, known_numbers, objective_numbers, running_mean
 
 
 def learning_curves(run: RunFiles) -> list[Block]:

@@ -20,9 +20,8 @@ from llava_ds.runtime.ranks import Ranks, progress_bar
 from llava_ds.runtime.waiting import waiting
 from llava_ds.tracking.flops import ModelFlops
 from llava_ds.tracking.metric_copies import MetricsTable
-from llava_ds.tracking.objective_numbers import COLUMNS, bar_parts
 from llava_ds.tracking.plots import LossPlot
-from llava_ds.tracking.series import Smoothed, means_by_source
+from llava_ds.tracking.series import COLUMNS, Smoothed, bar_parts, means_by_source
 from llava_ds.tracking.trackers import Trackers
 
 

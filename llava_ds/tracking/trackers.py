@@ -17,7 +17,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.files.jsonl import rows_of
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.redact import redact
-from llava_ds.tracking.objective_numbers import objective_numbers
+from llava_ds.tracking.series import objective_numbers
 
 # More points than anybody sees: TensorBoard draws 1,000 per curve. In longer runs every n-th step is sent.
 MOST_POINTS = 5_000

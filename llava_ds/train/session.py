@@ -14,7 +14,7 @@ from llava_ds.data.file_slices import write_errors
 from llava_ds.data.loader import Window, windows
 from llava_ds.data.seen_files import write_data_files
 from llava_ds.engine.construct import build_model
-from llava_ds.engine.ds_config.compilation import deep_compiles
+from llava_ds.engine.ds_config.activation import deep_compiles
 from llava_ds.engine.ds_config.optimizer import kernels_of, num_moments
 from llava_ds.engine.param_groups import choose_trainable, describe_parts, parameter_groups
 from llava_ds.engine.runner import Direct, Runner

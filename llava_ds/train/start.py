@@ -9,7 +9,7 @@ from llava_ds.checkpoint.resume import saved_batch_size
 from llava_ds.config.arguments import Arguments
 from llava_ds.config.bounds import parse_size
 from llava_ds.config.parsing import CHOOSE_DS_CONFIG, explained, read_training_flags, recipe_values, tiny_defaults
-from llava_ds.config.shipped import RECIPES
+from llava_ds.config.recipes import RECIPES
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.resolve import axes_from, flags_in, read_ds_config
 from llava_ds.engine.process_group import init_ranks

@@ -26,9 +26,8 @@ from llava_ds.config.bounds import Bounds, bounds_of
 from llava_ds.config.flags import GROUPS
 from llava_ds.config.other_trainers import WITHOUT_EFFECT
 from llava_ds.config.parsing import build_parser, parse_arguments, tiny_defaults
-from llava_ds.config.recipes import read_recipe
+from llava_ds.config.recipes import RECIPES, found, read_recipe
 from llava_ds.config.rules import is_installed
-from llava_ds.config.shipped import RECIPES, found
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.active import flags_class
 from llava_ds.extensions.table import EXTENSIONS

@@ -6,7 +6,7 @@ import pytest
 from known_flags import needs
 
 from llava_ds.config.parsing import explained, parse_arguments, recipe_values, tiny_defaults
-from llava_ds.config.shipped import RECIPES
+from llava_ds.config.recipes import RECIPES
 from llava_ds.constants import ConfigError
 from llava_ds.train.start import name_sources
 

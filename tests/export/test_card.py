@@ -13,7 +13,7 @@ from exporting import RANKS, export
 from PIL import Image
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
-from llava_ds.config.shipped import RUN
+from llava_ds.config.recipes import RUN
 from llava_ds.data.sample import Message
 from llava_ds.engine.construct import build_model
 from llava_ds.export.card import EVALUATIONS_END, add_evaluation, write_card, write_conversion_card

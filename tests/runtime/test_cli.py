@@ -11,7 +11,7 @@ import pytest
 from extension_there import needs_extension
 from launching import ROOT, environment
 
-from llava_ds.config.shipped import DS_CONFIGS, RECIPES, RUN, found
+from llava_ds.config.recipes import DS_CONFIGS, RECIPES, RUN, found
 from llava_ds.constants import EXIT_BAD_INPUT, EXIT_INTERRUPTED, ConfigError
 from llava_ds.runtime import cli, processes
 from llava_ds.runtime.cli import COMMANDS, is_to_be_launched, launch, split, usage

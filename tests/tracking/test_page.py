@@ -16,10 +16,10 @@ from llava_ds.tracking.chart import Series, line_chart
 from llava_ds.tracking.compare_runs import comparison_page, differences, in_terminal, names_of
 from llava_ds.tracking.data_page import ShownSample, runs_of
 from llava_ds.tracking.data_page import page as data_page
-from llava_ds.tracking.objective_numbers import known_numbers
 from llava_ds.tracking.page import report_at_end, write_report
 from llava_ds.tracking.run_files import read_run
 from llava_ds.tracking.run_record import length_histogram
+from llava_ds.tracking.series import known_numbers
 from llava_ds.tracking.wording import duration, num_bytes
 
 EVIL = "<script>alert(1)</script><img src=https://evil.example/x.png onerror=alert(2)>"

@@ -14,9 +14,8 @@ import torch
 
 from llava_ds.config.arguments import Arguments
 from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config.activation import resolve_activation_checkpointing
+from llava_ds.engine.ds_config.activation import resolve_activation_checkpointing, resolve_compile
 from llava_ds.engine.ds_config.batch_sizes import resolve_batch
-from llava_ds.engine.ds_config.compilation import resolve_compile
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, open_keys, value_at
 from llava_ds.engine.ds_config.optimizer import EIGHT_BIT_NAMES, FROM_FLAGS, offloads
 from llava_ds.engine.ds_config.parallel import take_axes, with_axes

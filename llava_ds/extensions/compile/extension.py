@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from llava_ds.engine.ds_config.compilation import deep_compiles
+from llava_ds.engine.ds_config.activation import deep_compiles
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.warm_up import NewEngine
 from llava_ds.extensions.base import Extension, Wrap

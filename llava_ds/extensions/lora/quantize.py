@@ -16,7 +16,7 @@ from torch import nn
 
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.lora.flags import Flags
-from llava_ds.model.open.packed import is_4bit, is_packed, scales_of
+from llava_ds.model.open.loading import is_4bit, is_packed, scales_of
 
 BLOCK = 64  # weights per scale in 4 bits
 OUTLIERS = 6.0  # larger activations are not multiplied in 8 bits (LLM.int8(), LLaVA's setting)

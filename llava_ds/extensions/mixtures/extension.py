@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from llava_ds.config.arguments import Arguments, ModelArguments, trained_parts
 from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config.compilation import deep_compiles
+from llava_ds.engine.ds_config.activation import deep_compiles
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.extensions.base import Extension, SessionPart, Wrap
 from llava_ds.extensions.mixtures import upcycling

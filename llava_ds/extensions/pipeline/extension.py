@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from transformers import PreTrainedConfig
 
 from llava_ds.config.arguments import Arguments
-from llava_ds.engine.ds_config.compilation import deep_compiles
+from llava_ds.engine.ds_config.activation import deep_compiles
 from llava_ds.engine.ds_config.draft import value_at
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device

@@ -11,7 +11,7 @@ import torch
 
 from llava_ds.checkpoint.run_identity import saved_identity
 from llava_ds.config.arguments import Arguments
-from llava_ds.config.shipped import DS_CONFIGS
+from llava_ds.config.recipes import DS_CONFIGS
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.sample_order import SampleOrder

@@ -29,9 +29,8 @@ from llava_ds.engine.runner import Runner
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.heads import LogProbs, sum_by_sample
-from llava_ds.model.open.loading import SUM_NUMBERS, bits_of
+from llava_ds.model.open.loading import SUM_NUMBERS, bits_of, is_packed, scales_of
 from llava_ds.model.open.model_plan import ModelPlan
-from llava_ds.model.open.packed import is_packed, scales_of
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, gather
 from llava_ds.runtime.tf32 import tf32_allowed

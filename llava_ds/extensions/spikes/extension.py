@@ -1,15 +1,106 @@
-"""Loss spikes in a run: acted on only at the regular reads of the log."""
+"""loss_spikes.jsonl: every step with a loss far above the previous ones, with its samples.
 
+Spikes are acted on only at the regular reads of the log.
+"""
+
+import math
+import statistics
+from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 
+from llava_ds.data.dataset import sample_ids
+from llava_ds.data.step_plan import StepPlan
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.non_finite import settle_skipped_steps
 from llava_ds.extensions.base import Extension, Hook, Phase, StepEnd
-from llava_ds.extensions.spikes.loss_spikes import LossSpikes
-from llava_ds.runtime.ranks import print_first
+from llava_ds.extensions.spikes.flags import Flags
+from llava_ds.files.jsonl import RowLog, rows_of
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.train.hooks import steps_behind
 from llava_ds.train.session import Session
+
+FILE = "loss_spikes.jsonl"
+LEAST_DEVIATION = 0.01  # fraction of the mean: if losses hardly differ, tiny differences are not spikes
+MOST_REWINDS = 3  # to the same checkpoint, then the run ends
+
+
+class LossSpikes:
+    """Judges every loss by the previous --loss_spike_window steps.
+
+    A spike is more than --loss_spike_sigma standard deviations above their mean. Spikes and non-finite losses are
+    excluded from both, and judging starts with half a window. A resumed run judges like an uninterrupted one, because
+    all inputs are in the run's files.
+    Source: the rule of OLMo-core's SkipStepOptimizer, applied to the loss.
+    """
+
+    def __init__(self, output_dir: Path, plan: StepPlan, flags: Flags, resume_step: int, ranks: Ranks) -> None:
+        self.path, self.sigma, self.ranks = output_dir / FILE, flags.loss_spike_sigma, ranks
+        self.rewinds = flags.rewinds
+        self.found: list[dict] = []  # spikes not settled yet, the same on every rank
+        self._plan = plan
+        window = flags.loss_spike_window
+
+        def read() -> tuple[list[tuple[int, float]], list[dict]]:
+            steps = [(row["step"], row["loss"]) for row in rows_of(output_dir / "metrics.jsonl")]
+            earlier = [(step, loss) for step, loss in steps if step <= resume_step]
+            return earlier[-window:], [row for row in rows_of(self.path) if row["step"] <= resume_step]
+
+        losses, earlier = broadcast_from_first(ranks, read)
+        self.log = RowLog(self.path, earlier) if ranks.is_first else None
+        self._rewound = [row["rewound_to"] for row in earlier if row.get("last") and row.get("rewound_to")]
+        known = {row["step"] for row in earlier}
+        self._losses: deque[float | None] = deque((None if step in known else loss for step, loss in losses), window)
+        self.problem: str | None = None  # the reason to end the run, the same on every rank
+
+    def add(self, results: list) -> None:
+        """Judge some steps: StepResults with numbers, the same on every rank."""
+        for result in results:
+            known = [loss for loss in self._losses if loss is not None and math.isfinite(loss)]
+            spike = None
+            if math.isfinite(result.loss) and len(known) * 2 >= max(self._losses.maxlen, 4):
+                mean = statistics.fmean(known)
+                deviation = LEAST_DEVIATION * abs(mean)
+                if result.loss > mean + self.sigma * deviation:  # skip the slow deviation otherwise
+                    deviation = max(statistics.pstdev(known, mean), deviation)
+                if result.loss > mean + self.sigma * deviation:
+                    spike = {"step": result.step, "loss": result.loss, "mean": mean, "deviation": deviation}
+                    self.found.append(spike)
+            self._losses.append(result.loss if spike is None else None)
+
+    def settle(self, rewound_to: str | None) -> None:
+        """Record the detected spikes. rewound_to: the checkpoint that the run returned to, None if it didn't."""
+        for row in self.found:
+            of_ranks = self._plan.step(row["step"]).of_ranks
+            samples = [sample for rank in of_ranks for micro_batch in rank for sample in micro_batch]
+            row["samples"] = sample_ids(self._plan.dataset, samples)
+            row["rewound_to"], row["last"] = rewound_to, row is self.found[-1]
+        if self.ranks.is_first:
+            self.log.write(self.found)
+        if rewound_to is not None:
+            self._rewound.append(rewound_to)
+            latest = self._rewound[-MOST_REWINDS:]
+            if len(latest) == MOST_REWINDS and len(set(latest)) == 1:
+                self.problem = self._too_often(rewound_to)
+        self.found = []
+
+    def _too_often(self, checkpoint: str) -> str:
+        return (
+            f"the run went back to {checkpoint} {MOST_REWINDS} times and met another spike of the loss each time. "
+            f"{self.path} has the samples of those steps. {checkpoint} is unchanged: check the data, lower "
+            "--learning_rate or set --max_grad_norm (both start a new run), or continue from there with a larger "
+            "--loss_spike_sigma and --allow_changed_flags loss_spike_sigma"
+        )
+
+    def describe(self) -> str:
+        """Describe the detected spikes in a few words."""
+        first = self.found[0]
+        more = f" and {len(self.found) - 1} more" if len(self.found) > 1 else ""
+        return (
+            f"the loss of step {first['step']:,}{more} is a spike: {first['loss']:.4f}, where the steps before had "
+            f"{first['mean']:.4f} (standard deviation {first['deviation']:.4f})"
+        )
 
 
 class Spikes(Hook):

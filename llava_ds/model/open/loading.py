@@ -10,7 +10,6 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from llava_ds.constants import DataError
-from llava_ds.model.open.packed import is_packed
 from llava_ds.model.open.weights import Weights
 from llava_ds.runtime.mesh import sum_over
 from llava_ds.runtime.ranks import Ranks
@@ -185,3 +184,27 @@ def _own_partition(parameter: nn.Parameter) -> torch.Tensor:
     """Return this rank's partition without padding."""
     part, place = parameter.ds_tensor.flatten(), torch.distributed.get_rank(parameter.ds_process_group)
     return part[: max(0, min(part.numel(), parameter.ds_numel - place * part.numel()))]
+
+
+def is_packed(parameter: nn.Parameter) -> bool:
+    """True for a packed weight."""
+    return type(parameter).__name__ in ("Params4bit", "Int8Params")
+
+
+def num_packed(parameter: nn.Parameter) -> int:
+    """Return the number of weights in a packed parameter."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else state.shape.numel()
+
+
+def is_4bit(layer: nn.Module) -> bool:
+    """True for a layer whose weight is packed in 4 bits."""
+    return hasattr(layer, "quant_storage")
+
+
+def scales_of(layer: nn.Module) -> list[torch.Tensor]:
+    """Return the scales of a packed layer: the tensors that its weight is computed from, without the integers."""
+    if not is_4bit(layer):
+        return [layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB]
+    state = layer.quant_state
+    return [state.absmax, *([state.offset, state.state2.absmax, state.state2.code] if state.nested else [])]

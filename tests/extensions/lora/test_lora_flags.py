@@ -8,8 +8,7 @@ from ds_json import CONFIGS
 
 from llava_ds.config.arguments import adapted_parts, trained_parts, trains_projector_only
 from llava_ds.config.parsing import parse_arguments, tiny_defaults
-from llava_ds.config.recipes import read_recipe
-from llava_ds.config.shipped import RECIPES
+from llava_ds.config.recipes import RECIPES, read_recipe
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.lora.flags import Flags
 from llava_ds.model.open.tower import read_tower

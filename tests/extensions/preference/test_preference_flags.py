@@ -3,7 +3,7 @@
 import pytest
 
 from llava_ds.config.parsing import parse_arguments, tiny_defaults
-from llava_ds.config.shipped import RECIPES
+from llava_ds.config.recipes import RECIPES
 from llava_ds.constants import ConfigError
 
 NEEDED = ["--output_dir", "out", "--deepspeed_config", "zero2"]

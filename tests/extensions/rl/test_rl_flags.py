@@ -11,7 +11,7 @@ from extension_there import needs_extension
 
 from llava_ds.config.arguments import rate_note
 from llava_ds.config.parsing import parse_arguments, tiny_defaults
-from llava_ds.config.shipped import RECIPES
+from llava_ds.config.recipes import RECIPES
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.rl.extension import objective
 from llava_ds.extensions.rl.grpo import Correction, PolicyLoss

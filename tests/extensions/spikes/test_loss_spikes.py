@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import torch
 
 from llava_ds.data.step_plan import StepLayout
+from llava_ds.extensions.spikes.extension import LossSpikes
 from llava_ds.extensions.spikes.flags import Flags
-from llava_ds.extensions.spikes.loss_spikes import LossSpikes
 from llava_ds.files.jsonl import MetricsLog, read_metrics
 from llava_ds.runtime.ranks import Ranks
 
