@@ -73,9 +73,10 @@ class ItemCounts(NamedTuple):
 
 
 def counts_of(item: LoadedSample | LoadedPair) -> ItemCounts:
-    """Count the work that an item adds to a step. An image shared by both answers of a pair counts once."""
+    """Count the work that an item adds to a step. A shared image counts once."""
     lengths, shared = zip(*((len(sample.input_ids), sample.shared) for sample in item.samples))
-    layouts = {id(one): layout for sample in item.samples for one, layout in sample.media}.values()
+    owners = [sample for sample in item.samples if not sample.shared]
+    layouts = {id(one): layout for sample in owners for one, layout in sample.media}.values()
     return ItemCounts(
         samples=len(item.samples),
         tokens=sum(lengths) - sum(shared),

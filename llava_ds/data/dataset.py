@@ -166,9 +166,9 @@ class EncodedDataset(torch.utils.data.Dataset):
         """Load a sample. Returns a BrokenSample with the reason if its images can't be loaded."""
         return self._sample(index, Undecoded.decode)
 
-    def undecoded(self, index: int) -> LoadedSample | LoadedPair | BrokenSample:
-        """Load a sample without decoding its images: Undecoded objects replace the tiles."""
-        return self._sample(index, lambda undecoded: undecoded)
+    def undecoded(self, *indices: int) -> list[LoadedSample | LoadedPair | BrokenSample]:
+        """Load samples without decoding their images: Undecoded objects replace the tiles."""
+        return [self._sample(index, lambda undecoded: undecoded) for index in indices]
 
     def broken(self, index: int, reason: str) -> BrokenSample:
         """Describe a sample that can't be loaded."""
@@ -211,6 +211,16 @@ class EncodedDataset(torch.utils.data.Dataset):
 
         numbers |= {"margin": [margin, 0.0]} if margin else {}
         return pair_of(sample, chosen_length, numbers, self.shares_prompts)
+
+    def packs(self, *step: object) -> list[list[list[int]]]:
+        """Lay out the samples of a step, as packing.plan_by_tokens does with these arguments."""
+        from llava_ds.data.packing import plan_by_tokens
+
+        return plan_by_tokens(*step)
+
+    def num_tokens(self, samples: Sequence[int]) -> int:
+        """Count the tokens of a micro-batch."""
+        return int(self.lengths[np.asarray(samples, np.int64)].sum())
 
     # How samples are shuffled, and how many shards are shuffled together.
     drawn: tuple[str, int] = ("random", 1)

@@ -66,7 +66,7 @@ def _heaviest_of(plan: StepPlan, layouts: Iterable[StepLayout]) -> list[int]:
 
 
 def _tokens(plan: StepPlan, samples: list[int]) -> int:
-    return int(plan.dataset.lengths[samples].sum()) if samples else 0
+    return plan.dataset.num_tokens(samples)
 
 
 def _heaviest_step(plan: StepPlan, done: int) -> int:

@@ -16,6 +16,8 @@ def drawn_by_length(
     how: str, lengths: np.ndarray, batch_size: int, micro_batch_size: int, accumulation: int, generator: torch.Generator
 ) -> np.ndarray:
     """Draw an epoch's order as a sampler of LLaVA or LLaVA-NeXT does: see SampleOrder.how."""
+    if how == "images":
+        return by_image(lengths, generator)
     if how == "varlen":
         return by_varying_length(lengths, batch_size, accumulation, generator)
     num_chunks = math.ceil(batch_size / micro_batch_size)
@@ -23,6 +25,13 @@ def drawn_by_length(
         return by_length_next(lengths, micro_batch_size, num_chunks, generator)
     group = by_length if how == "modality" else by_length_next
     return by_modality_length(lengths, micro_batch_size, num_chunks, generator, group)
+
+
+def by_image(images: np.ndarray, generator: torch.Generator) -> np.ndarray:
+    """Images in random order, with the samples of each one after the other. images: index of each sample's image."""
+    places = np.empty(int(images.max()) + 1, np.int32)
+    places[permutation(len(places), generator)] = np.arange(len(places))
+    return np.argsort(places[images], kind="stable").astype(np.int32)
 
 
 def by_length(

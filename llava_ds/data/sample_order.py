@@ -26,17 +26,20 @@ class SampleOrder:
     For a given seed, "random" and the orders of LLaVA's and LLaVA-NeXT's samplers match their Trainer in one process,
     on any number of ranks; on several ranks, the originals' draws depend on more than the seed.
     how: "random"; "file", the files' order; "modality" (LLaVA), "length", "modality_auto" and "varlen" (LLaVA-NeXT);
-    "bucket", steps of samples of similar length; "shards", by_shards with shuffled_together shards. lengths: above 0;
-    for "modality" and "modality_auto" negative for samples without images; for "shards" the number of samples per
-    shard. micro_batch_size: LLaVA spreads a step's lengths over micro-batches. accumulation: micro-batches of a rank in
-    a step, used by "varlen". folder: the lengths' index folder; large orders are saved next to it for all processes.
+    "bucket", steps of samples of similar length; "images", the samples of an image in sequence; "shards", by_shards
+    with shuffled_together shards. lengths: above 0; for "modality" and "modality_auto" negative for samples without
+    images; for "images" the index of each sample's image; for "shards" the number of samples per shard.
+    micro_batch_size: LLaVA spreads a step's lengths over micro-batches. accumulation: micro-batches of a rank in a
+    step, used by "varlen". folder: the lengths' index folder; large orders are saved next to it for all processes.
     None: in memory only.
     """
 
     num_samples: int
     batch_size: int
     seed: int
-    how: Literal["random", "file", "modality", "modality_auto", "length", "varlen", "bucket", "shards"] = "random"
+    how: Literal[
+        "random", "file", "modality", "modality_auto", "length", "varlen", "bucket", "images", "shards"
+    ] = "random"  # fmt: skip
     lengths: Sequence[int] = ()
     micro_batch_size: int = 1
     accumulation: int = 1

@@ -47,7 +47,7 @@ class PartsOfMicroBatches(torch.utils.data.Dataset):
 
     def __getitem__(self, numbers: list[int]) -> CutMicroBatch:
         options = self.dataset.image_options
-        items = [self.dataset.undecoded(number) for number in numbers]
+        items = self.dataset.undecoded(*numbers)
         broken = {place: item for place, item in enumerate(items) if isinstance(item, BrokenSample)}
         places = tuple(place for place in range(len(items)) if place not in broken)
         samples = [sample for place in places for sample in items[place].samples]

@@ -117,10 +117,8 @@ class Packing:
         """Lay out the samples of one step: [rank][micro-batch] -> samples."""
         if self.tokens_per_micro_batch is None:
             return plan_by_count(samples, self.dp, self.num_micro_batches, self.micro_batch_size)
-        from llava_ds.data.packing import plan_by_tokens
-
         tokens, *others = (np.asarray(each)[samples].astype(np.int64) for each in dataset.sizes)
-        return plan_by_tokens(samples, tokens, self.dp, self.tokens_per_micro_batch, self.costs(tokens, *others))
+        return dataset.packs(samples, tokens, self.dp, self.tokens_per_micro_batch, self.costs(tokens, *others))
 
     def costs(self, tokens: np.ndarray, *others: np.ndarray) -> np.ndarray:
         """Cost of each sample of a step in tokens, int64. others: the other EncodedDataset.sizes (default: 0)."""

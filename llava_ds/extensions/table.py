@@ -146,6 +146,9 @@ EXTENSIONS: dict[str, Trigger] = {
         always=True,
         leaves="loss_spikes.jsonl",
     ),
+    "image_prefix": Trigger(
+        "records about one image: its tokens are computed once", "share_image_prefix group_by_image"
+    ),
     "replicas": Trigger("copies of the weights are compared between ranks", "check_divergence_steps", always=True),
     "ema": Trigger("a moving average of the weights, exported with the model", "enable_ema ema_decay", leaves="ema"),
     "mixtures": Trigger(

@@ -12,7 +12,7 @@ import sys
 MEASUREMENTS = {
     "planning": "step_planning",
     **dict.fromkeys(("packing", "preflight"), "data_costs"),
-    "shared_prompts": "prompt_costs",
+    **dict.fromkeys(("shared_prompts", "image_prefix"), "prompt_costs"),
 }
 
 

@@ -95,7 +95,7 @@ def test_samples_are_the_records_encoded_and_their_images_prepared(opened, tmp_p
         assert loaded.input_ids.tolist() == coded.input_ids.tolist()
         assert loaded.labels.tolist() == coded.labels.tolist()
         assert data.lengths[i] == len(coded.input_ids) and data.num_targets[i] == coded.num_targets
-        counts = counts_of(data.undecoded(i))
+        [counts] = map(counts_of, data.undecoded(i))
         assert [each[i] for each in data.sizes] == [counts.tokens, counts.targets, counts.tiles, counts.tile_pairs]
         assert int((loaded.input_ids == IMAGE_TOKEN_INDEX).sum()) == P * (KINDS[i] == "i")
         assert [tuple(pixels.shape) for pixels, _ in loaded.media] == [(1, 3, 24, 24)] * len(sample.media)

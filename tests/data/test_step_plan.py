@@ -9,6 +9,7 @@ import pytest
 
 from llava_ds.data import heaviest as heaviest_room
 from llava_ds.data.heaviest import heaviest, most_work, most_worked, pack_of
+from llava_ds.data.packing import plan_by_tokens
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.data.step_plan import Packing, StepPlan, largest_share
 from llava_ds.extensions.base import Axis
@@ -34,7 +35,15 @@ def data_of(lengths: np.ndarray, images: float = 0.0) -> SimpleNamespace:
     draw = np.random.default_rng(len(lengths))
     tiles = draw.integers(1, 14, len(lengths)) * (draw.random(len(lengths)) < images)
     sizes = lengths, draw.integers(0, lengths + 1), tiles, tiles**2
-    return SimpleNamespace(lengths=lengths, sizes=sizes, is_whole=True, wait_for=lambda samples: None)
+    return SimpleNamespace(sizes=sizes, **of_lengths(lengths))
+
+
+def of_lengths(lengths: np.ndarray) -> dict[str, object]:
+    def num_tokens(samples: list[int]) -> int:
+        return int(lengths[samples].sum()) if samples else 0
+
+    own = {"packs": plan_by_tokens, "num_tokens": num_tokens, "wait_for": lambda samples: None}
+    return {"lengths": lengths, "is_whole": True, **own}
 
 
 def walked(plan: StepPlan, done: int) -> list[int]:
@@ -122,7 +131,7 @@ def test_the_largest_share_is_that_of_the_largest_step(how):
 
 def test_ranks_that_share_samples_have_the_same_micro_batches():
     order = SampleOrder(8, 8, seed=1)
-    dataset = SimpleNamespace(lengths=np.full(8, 10), is_whole=True, wait_for=lambda samples: None)
+    dataset = SimpleNamespace(**of_lengths(np.full(8, 10)))
     plan = StepPlan(dataset, order, Packing(2, 2, 2, None, axes=(Axis("sp", "sp_size", 2, 1, False),)), num_steps=1)
     of_dp = plan.step(1).of_ranks
     assert [plan.of_rank(1, rank) for rank in range(4)] == [of_dp[0], of_dp[0], of_dp[1], of_dp[1]]

@@ -17,16 +17,16 @@ def shares_prompts(wanted: bool, args: Arguments, configs: Iterable[PreTrainedCo
     """
     if not wanted:
         return False
-    for config in configs:
-        broken = {*args.broken, *text_part(config).breaks(config)}
-        if has_state(config):
-            reason = f"{config.model_type} has layers with a state"
-        elif "routerless_mlps" in broken:
-            reason = f"the routers of {config.model_type} count the tokens of every answer"
-        elif plugins():
-            reason = "a plugin may count the tokens of every answer"
-        else:
-            continue
+    reason = next(filter(None, (why_not(args, config) for config in configs)), "")
+    if reason:
         print_first(f"prompts are computed once per answer: {reason}")
-        return False
-    return True
+    return not reason
+
+
+def why_not(args: Arguments, config: PreTrainedConfig) -> str:
+    """Return the reason why samples may not share first tokens in a language model; "" if they may."""
+    if has_state(config):
+        return f"{config.model_type} has layers with a state"
+    if "routerless_mlps" in {*args.broken, *text_part(config).breaks(config)}:
+        return f"the routers of {config.model_type} count the tokens of every answer"
+    return "a plugin may count the tokens of every answer" if plugins() else ""

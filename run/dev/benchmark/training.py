@@ -114,7 +114,7 @@ def work_of_steps(flags: list[str], num_ranks: int) -> list[StepWork]:
     every_length = dataset.lengths.tolist()
     work = []
     for _, samples in zip(range(training.max_steps), order.steps()):
-        counts = [counts_of(dataset.undecoded(i)) for i in samples]
+        counts = [counts_of(each) for each in dataset.undecoded(*samples)]
         batches = [batch for rank in plan_by_count(samples, num_ranks, *layout) for batch in rank]
         padded = sum(len(batch) * max(every_length[i] for i in batch) for batch in batches)
         useful = sum(flops.of(one.tokens, one.pairs, one.tiles, one.targets, one.tile_pairs) for one in counts)

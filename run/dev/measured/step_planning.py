@@ -15,6 +15,7 @@ from benchmark.length_mix import FINETUNE, length_mix
 
 from llava_ds.data.heaviest import heaviest
 from llava_ds.data.mapped_arrays import Mapped, mapped
+from llava_ds.data.packing import plan_by_tokens
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.data.step_plan import Packing, StepPlan, largest_share
 from llava_ds.runtime.main_thread import older_objects_passed_over
@@ -110,7 +111,10 @@ def plan_as_rank(folder: Path, num_samples: int, packing: Packing, how: str, sea
     order = SampleOrder(num_samples, packing.batch_size, 0, how, by, packing.micro_batch_size, 1, folder=folder)
     lengths, none = arrays["lengths"], np.zeros(num_samples, np.int32)
     sizes = lengths, arrays["num_targets"], none, none
-    dataset = SimpleNamespace(lengths=lengths, sizes=sizes, wait_for=lambda _: None, is_whole=True)
+    dataset = SimpleNamespace(
+        lengths=lengths, sizes=sizes, wait_for=lambda _: None, is_whole=True, packs=plan_by_tokens,
+        num_tokens=lambda samples: int(lengths[samples].sum()),
+    )  # fmt: skip
     plan = StepPlan(dataset, order, packing, order.steps_per_epoch)
     with largest_anonymous() as largest:
         steps = plan.after(0)

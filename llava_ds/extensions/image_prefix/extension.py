@@ -1,0 +1,49 @@
+"""Records about one image share its tokens in a step."""
+
+import itertools
+from collections.abc import Iterator
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from llava_ds.config.arguments import Arguments
+from llava_ds.data.dataset import open_together
+from llava_ds.extensions.base import Extension
+from llava_ds.extensions.image_prefix.grouped_dataset import GroupedDataset
+from llava_ds.geometry import ImageOptions
+from llava_ds.runtime.ranks import Ranks, print_first
+from llava_ds.train.objectives.prompt_sharing import why_not
+from llava_ds.train.plan import Plan
+
+STEPS = 8  # whose shared tokens are counted
+FEW = 0.01
+
+
+def fits(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
+    """Yield a line for a model that may not share tokens."""
+    if reason := why_not(args, config):
+        yield f"--share_image_prefix True: {reason}: leave it out"
+
+
+def open_grouped(
+    args: Arguments, tokenizer: PreTrainedTokenizerBase, image_options: ImageOptions, ranks: Ranks
+) -> GroupedDataset:
+    """Open the training data."""
+    plain = open_together(args, tokenizer, image_options, ranks)
+    return GroupedDataset(plain, args.own["image_prefix"].group_by_image)
+
+
+def note_shared(plan: Plan, ranks: Ranks) -> None:
+    """Print how many tokens the next steps share."""
+    dataset, layouts = plan.steps.dataset, list(itertools.islice(plan.steps.after(plan.resumed_step), STEPS))
+    micro_batches = [micro for layout in layouts for rank in layout.of_ranks for micro in rank]
+    shared = sum(dataset.num_shared(micro) for micro in micro_batches)
+    part = shared / max(1, shared + sum(dataset.num_tokens(micro) for micro in micro_batches))
+    line = f"records of one image share {part:.0%} of the tokens of the first {len(layouts)} steps"
+    if part < FEW and not plan.args.own["image_prefix"].group_by_image:
+        line += (
+            ": too few to gain by --share_image_prefix; --group_by_image True takes the records of an image together"
+        )
+    print_first(line)
+
+
+extension = Extension(fits=fits, open_data=open_grouped, complete=note_shared)

@@ -1,0 +1,56 @@
+"""The flags of records about one image."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from llava_ds.config.flags import flags_of
+from llava_ds.extensions.base import ExtensionFlags
+
+if TYPE_CHECKING:
+    from llava_ds.config.arguments import Arguments
+
+_images, _ = flags_of("image_prefix")
+
+
+@dataclass(frozen=True)
+class Flags(ExtensionFlags):
+    """The flags of records about one image."""
+
+    needs: ClassVar = {
+        "known_samples": "records of an image are found before",
+        "routerless_mlps": "routers count the tokens of every record",
+    }
+
+    share_image_prefix: bool = _images(
+        False,
+        "Compute the first tokens of records of one step only once where they are the same, with their images. Loss "
+        "and gradients are equal up to rounding. In random order hardly any step has two records of an image: see "
+        "--group_by_image.",
+        resume="layout",
+    )
+    group_by_image: bool = _images(
+        False,
+        "With --share_image_prefix: draw images in random order, and take all records of an image in sequence. Every "
+        "step has fewer images then.",
+    )
+
+    def asked_by(self) -> str:
+        """Return the flag that shares."""
+        return "--share_image_prefix True"
+
+    def problems(self, args: "Arguments") -> Iterator[str]:
+        """Yield a line for every conflict."""
+        if not self.share_image_prefix:
+            yield "--group_by_image True belongs to --share_image_prefix True: give that, or leave it out"
+        if args.training.objective != "sft":
+            yield (
+                f"--share_image_prefix True goes with --objective sft: leave it out for {args.training.objective}, "
+                "which has --share_prompts"
+            )
+        if args.training.tokens_per_micro_batch is None:
+            yield "--share_image_prefix True shares within a pack: also give --tokens_per_micro_batch"
+        others = [name for name, value in vars(args.data).items() if name.startswith("group_by") and value]
+        others = others if args.data.shuffle else ["shuffle False"]
+        if self.group_by_image and others:
+            yield f"--group_by_image True and --{others[0]} are orders that exclude each other: choose one"

@@ -1,0 +1,133 @@
+# R records and t ids of a shard, where all features of an image are one id
+"""Records that begin with the same tokens and images: laid into one pack, where these are computed once."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+
+from llava_ds.data.collate import LoadedSample
+from llava_ds.data.dataset import BrokenSample, EncodedDataset, Undecoded
+from llava_ds.data.loaded_pairs import common_prompt
+from llava_ds.data.packing import plan_by_tokens
+
+_BASE = np.uint64(0x9E3779B97F4A7C15)  # of the polynomial that hashes ids
+
+
+class GroupedDataset(EncodedDataset):
+    """An encoded data set whose samples share their first tokens with the sample before them in a micro-batch.
+
+    plain: the data set; by_image: draw images instead of samples.
+    """
+
+    def __init__(self, plain: EncodedDataset, by_image: bool) -> None:
+        vars(self).update(vars(plain))
+        parts = [_prefixes(each) for each in self.table.files(["ids", "flips", "media"])]
+        self._keys, self._prefixes = (np.concatenate(each) for each in zip(*parts))  # (R,) each
+        self._keys[self._prefixes == 0] = np.arange(len(self._keys), dtype=np.uint64)[self._prefixes == 0]
+        if by_image:
+            self.drawn = "images", 1
+
+    def lengths_for(self, how: str) -> np.ndarray:
+        if how != "images":
+            return super().lengths_for(how)
+        return np.unique(self._keys[self.rows], return_inverse=True)[1].astype(np.int32)
+
+    def num_tokens(self, samples: Sequence[int]) -> int:
+        return super().num_tokens(samples) - self.num_shared(samples)
+
+    def num_shared(self, samples: Sequence[int]) -> int:
+        """Count the tokens of a micro-batch that samples share with the one before; perhaps they share a few more."""
+        rows = self.rows[np.asarray(samples, np.int64)]
+        return int(self._prefixes[rows[1:]][self._keys[rows[1:]] == self._keys[rows[:-1]]].sum())
+
+    def packs(
+        self, samples: Sequence[int], lengths: np.ndarray, dp: int, max_tokens: int, costs: np.ndarray
+    ) -> list[list[list[int]]]:
+        rows = self.rows[np.asarray(samples, np.int64)]
+        keys, prefixes = self._keys[rows], self._prefixes[rows].astype(np.int64)
+        own = lengths - prefixes
+        # A group is split where it exceeds a pack, or a rank's share of the step.
+        most = min(max_tokens, -(-int(lengths.sum()) // dp))
+        groups = [group for each in _equal(keys) for group in _parts(each, prefixes, own, most)]
+        sizes = [int(prefixes[group[0]] + own[group].sum()) for group in groups]
+        own_costs = np.maximum(1, costs * own // lengths)
+        work = [int(costs[group[0]] + own_costs[group[1:]].sum()) for group in groups]
+        plan = plan_by_tokens(range(len(groups)), sizes, dp, max_tokens, work)
+        return [[[samples[i] for one in micro for i in groups[one]] for micro in rank] for rank in plan]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[LoadedSample | BrokenSample]:
+        """Load the samples of a micro-batch, for torch's DataLoader."""
+        return list(self._together(indices, Undecoded.decode))
+
+    def undecoded(self, *indices: int) -> list[LoadedSample | BrokenSample]:
+        return list(self._together(indices, lambda undecoded: undecoded))
+
+    def _together(self, indices: Sequence[int], load: Callable) -> Iterator[LoadedSample | BrokenSample]:
+        """Yield samples; one that begins with the images of the sample before it shares them, and the tokens."""
+        first, shown = None, []
+        for index in indices:
+            sample = self._sample(index, lambda undecoded: undecoded)
+            names = [(each.media, each.sizes) for each, _ in sample.media]
+            if first is not None and names == shown:
+                sample = replace(sample, media=first.media)
+                sample = replace(sample, shared=common_prompt(first, sample))
+            if not sample.shared:
+                sample, shown = self._sample(index, load) if names else sample, names
+                first = sample if names and not isinstance(sample, BrokenSample) else None
+            yield sample
+
+
+def _prefixes(shard: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """Return a hash of each record's tokens up to its last image, and of its images, (R,) uint64, and the number of
+    these tokens, (R,) int32: 0 without images, with answers before the last one, or with nothing after it."""
+    offsets, ids = _lists(shard, "ids")  # (R + 1,), (t,)
+    images = np.flatnonzero(ids < 0)
+    ends = offsets[:-1].copy()
+    ends[np.searchsorted(offsets, images, side="right") - 1] = images + 1  # a row's last image is assigned last
+    places = np.arange(len(ids)) - np.repeat(offsets[:-1], np.diff(offsets))
+    powers = np.cumprod(np.full(int(places.max(initial=0)) + 1, _BASE, np.uint64))
+    hashes, tokens = (
+        np.concatenate([np.zeros(1, each.dtype), each.cumsum()])
+        for each in (ids.astype(np.uint64) * powers[places], np.where(ids < 0, -ids, 1).astype(np.int64))
+    )  # (t + 1,) each
+    media = [_digest(text) for text in shard.column("media").to_pylist()]
+    keys = (hashes[ends] - hashes[offsets[:-1]]) * _BASE ^ np.array(media, np.uint64)
+    sizes = tokens[ends] - tokens[offsets[:-1]]
+    starts, flips = _lists(shard, "flips")
+    learned = np.append(flips, 0)[starts[:-1]]  # a record's first supervised token
+    is_usable = (learned >= sizes) & (np.diff(starts) > 0) & (ends < offsets[1:])
+    return keys, np.where(is_usable, sizes, 0).astype(np.int32)
+
+
+def _lists(shard: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the offsets (R + 1,) and the values of a column of lists, end to end."""
+    column = pa.concat_arrays(shard.column(name).chunks)
+    offsets, values = column.offsets.to_numpy().astype(np.int64), column.values.to_numpy()
+    return offsets - offsets[0], values[offsets[0] : offsets[-1]]
+
+
+def _digest(text: str | None) -> int:
+    return int.from_bytes(hashlib.blake2b((text or "").encode(), digest_size=8).digest(), "little")
+
+
+def _equal(keys: np.ndarray) -> list[list[int]]:
+    """Group the positions of equal keys, in the order of their first ones."""
+    found: dict[int, list[int]] = {}
+    for i, key in enumerate(keys.tolist()):
+        found.setdefault(key, []).append(i)
+    return list(found.values())
+
+
+def _parts(group: list[int], prefixes: np.ndarray, own: np.ndarray, most: int) -> Iterator[list[int]]:
+    """Split a group into parts of at most `most` tokens, or of one sample."""
+    part, tokens = [], 0
+    for i in group:
+        if part and tokens + int(own[i]) > most:
+            yield part
+            part = []
+        tokens = int(own[i]) + (tokens if part else int(prefixes[i]))
+        part.append(i)
+    yield part
