@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 116,
-    "imported lines": 19003,
+    "imported lines": 19018,
     "files at the end": 185,
     "lines at the end": 27660,
     "feature words": 60,
     "kernel files": 39,
-    "kernel lines": 5800,
-    "all lines": 73012,
+    "kernel lines": 5799,
+    "all lines": 73312,
 }
 
 # What one reads to understand training.
