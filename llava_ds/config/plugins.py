@@ -190,6 +190,7 @@ def _flags(name: str, given: object, extension: Extension, where: str) -> type[E
     if "asked_by" not in vars(given):
         given.asked_by = functools.partialmethod(_asked_by, where)
     given.of_model = given.of_model or extension.module is not None
+    given.differs = given.differs or getattr(extension.part, "differs", "")
     given.problems = functools.partialmethod(_problems, given.problems, extension, where)
     return given
 

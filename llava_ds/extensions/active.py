@@ -312,7 +312,7 @@ def _refuse_unknown(names: Iterable[str], base: type, where: str) -> None:
     """Raise ConfigError for a public name that the base class lacks: nothing would ever call it."""
     for name in names:
         if not name.startswith("_") and not hasattr(base, name):
-            known = [each for each in vars(base) if not each.startswith("_")]
+            known = [each for each in dir(base) if not each.startswith("_")]
             raise ConfigError(f"{where}: nothing reads {name}: {_hint(name, known)}")
 
 

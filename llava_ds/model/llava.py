@@ -54,25 +54,21 @@ class LlavaModel(nn.Module):
 
     def forward(self, batch: Batch, head: Head = SUMMED) -> Any:
         """Return the head's result on the language model's last hidden states; by default the summed loss."""
-        wanted = head.positions(batch)  # (n,)
         embeds, options = self.begin(batch)
+        wanted, places = head.positions(batch), options.pop("places", None)  # (n,), (T,)
+        wanted = wanted if places is None else places.index_select(0, wanted)
         if self.short_last_layer and head.shortens:
             # Kernels don't take zero rows: without supervised positions, compute one and drop it.
             options["query_positions"] = wanted if len(wanted) else batch.cu_seqlens[:1].long()
+        layout = {name: getattr(batch, name) for name in ("position_ids", "cu_seqlens", "max_seqlen")}
         # Call the trunk only: the language model's own forward passes no targets to the output layer.
-        trunk = self.language_model.base_model(
-            inputs_embeds=embeds,
-            position_ids=batch.position_ids,
-            cu_seqlens=batch.cu_seqlens,
-            max_seqlen=batch.max_seqlen,
-            use_cache=False,
-            **options,
-        )
+        trunk = self.language_model.base_model(inputs_embeds=embeds, use_cache=False, **layout | options)
         hidden = trunk.last_hidden_state  # (1, T, D), or (1, n, D) at query_positions
         return self.end(hidden, batch, head, wanted)
 
     def begin(self, batch: Batch) -> tuple[torch.Tensor, dict[str, object]]:
-        """Return the inputs of the language model's layers: embeddings (1, T, D), and further arguments."""
+        """Return the inputs of the language model's layers: embeddings (1, T, D), and further arguments, also in the
+        place of the batch's. With "places" (T,), each token's place in them, there are fewer than T."""
         options = self.layer_options(batch)
         embeds, deeper = self.embed_deep(batch)
         if deeper:

@@ -1,6 +1,9 @@
 # H query heads, K key heads, E head width
 """Attention over samples laid end to end as kernels document it, and a pack with image blocks."""
 
+import sys
+import types
+
 import torch
 
 from llava_ds.batch import ImageBlocks
@@ -49,3 +52,22 @@ def attend_by_mask(query, key, value, seen: torch.Tensor, rule) -> torch.Tensor:
     if rule.window is not None:
         seen = seen & (places[:, None] - places < rule.window)
     return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(groups, 1)).transpose(1, 2)
+
+
+def install_documented(monkeypatch) -> None:
+    """Put kernels in the place of flash-attn 2 and 3 and torch's that compute what these document, on any device."""
+
+    def flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
+              softcap, dropout_p=0.0):  # fmt: skip
+        for starts, longest in ((cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k)):
+            assert starts.dtype == torch.int32 and torch.diff(starts).max() == longest
+        assert causal == (window_size[1] == 0)
+        return attend_as_documented(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_size, softcap).float()
+
+    def torchs(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        return flash(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size[1] == 0, window_size, 0.0)
+
+    module = types.SimpleNamespace(flash_attn_varlen_func=flash)
+    for name in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torchs)

@@ -117,22 +117,7 @@ def test_what_kernels_are_asked_for_in_blocks(monkeypatch, kernel, rule):
     if kernel == attention.TORCH and rule.softcap is not None:
         return  # such a rule does not get there
 
-    def flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
-              softcap, dropout_p=0.0):  # fmt: skip
-        for starts, longest in ((cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k)):
-            assert starts.dtype == torch.int32 and torch.diff(starts).max() == longest
-        assert causal == (window_size[1] == 0)
-        return varlen.attend_as_documented(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_size, softcap
-        ).float()
-
-    def torchs(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        return flash(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size[1] == 0, window_size, 0.0)
-
-    module = types.SimpleNamespace(flash_attn_varlen_func=flash)
-    for name in ("flash_attn", "flash_attn_interface"):
-        monkeypatch.setitem(__import__("sys").modules, name, module)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torchs)
+    varlen.install_documented(monkeypatch)
     monkeypatch.setattr(attention, "_choose", lambda *_: kernel)
     inputs = tensors()
     expected = varlen.attend_by_mask(*inputs, varlen.blocks_of(LENGTHS, IMAGES)[1], rule)

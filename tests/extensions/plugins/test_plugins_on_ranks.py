@@ -30,7 +30,7 @@ FLAGS = {
     "warmup_ratio": 0.0,
     "lr_scheduler_type": "constant",
 }
-PLACES = {"once": (1, 0), "unpacked": (1, 0), "packed": (1, 0), "zero2": (2, 2), "zero3": (2, 3)}
+PLACES = {"once": (1, 0), "unpacked": (1, 0), "packed": (1, 0), "zero1": (2, 1), "zero2": (2, 2), "zero3": (2, 3)}
 
 
 def flags_of(name: str, given: dict[str, str]) -> dict[str, object]:
@@ -43,17 +43,22 @@ def flags_of(name: str, given: dict[str, str]) -> dict[str, object]:
         "mini_gemini": {"mm_projector_type": "mini_gemini:16", "vision_tower": "{0},{0}".format(given["vision_tower"])},
         "osprey": {"osprey_mark": MARK},
         "vip_llava": {},
+        "voco_llama": {"voco_mark": MARK},
+        "avg_llava": {"avg_granularities": 3, "avg_learning_rate": 1e-3},
         "viral": {"viral_encoder": given["vision_tower"], "viral_weight": 0.5},
     }[name]
     return {"plugin": PLUGINS / f"{name}.py", **own}
 
 
-MODULES = {"osprey", "pave", "ross", "viral"}  # examples with a module
-NUMBERS = {"ross": "ross", "viral": "viral"}
+MODULES = {"avg_llava", "osprey", "pave", "ross", "viral", "voco_llama"}  # examples with a module
+NUMBERS = {"ross": "ross", "viral": "viral", "avg_llava": "router"}
 # One of each kind is tried in make test.
 EXAMPLES = [
     name if name in ("token_packer", "ross", "pave") else pytest.param(name, marks=pytest.mark.full)
-    for name in ("token_packer", "ross", "pave", "prumerge", "viral", "mini_gemini", "osprey", "vip_llava")
+    for name in (
+        *("token_packer", "ross", "pave", "prumerge", "viral", "mini_gemini", "osprey", "vip_llava"),
+        *("voco_llama", "avg_llava"),
+    )
 ]
 
 
@@ -103,7 +108,7 @@ def weights(run: Path) -> dict:
 
 def test_packed_is_unpacked_and_every_stage_is_the_same(runs):
     name, folder = runs
-    for run in ("packed", "zero2", "zero3"):
+    for run in ("packed", "zero1", "zero2", "zero3"):
         assert losses(folder / run) == pytest.approx(losses(folder / "unpacked"), rel=1e-5)
         for number in ("grad_norm", *([NUMBERS[name]] if name in NUMBERS else [])):
             assert logged(folder / run, number) == pytest.approx(logged(folder / "unpacked", number), rel=1e-4)

@@ -1,0 +1,76 @@
+# T tokens of a pack, M image positions, D language-model width
+"""Numbers of tokens per image that content decides, for plugins."""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from llava_ds.batch import Batch
+from llava_ds.constants import ConfigError
+from llava_ds.extensions.base import SessionPart
+from llava_ds.extensions.plugins.unproven import refuse_unproven
+from llava_ds.model.llava import LlavaModel
+
+LAYOUT = ("places", "position_ids", "cu_seqlens", "max_seqlen")
+
+
+class ContentTokens(SessionPart):
+    """Let content decide how many tokens an image has.
+
+    A subclass has choose(). The pack is laid out with all features of every image; after tower and projector, image
+    tokens that choose() leaves out are gone, and later tokens move up, as if the image had fewer features. Heads,
+    limits and counts of tokens know the first layout only. Waits for the device once in a micro-batch. Raises
+    ConfigError for models and meshes whose layers take more than embeddings and positions.
+    """
+
+    differs: ClassVar = "transformers' class keeps all tokens of an image"
+
+    def __init__(self, plan, started) -> None:
+        super().__init__(plan, started)
+        refuse_unproven("numbers of tokens by content", plan, started)
+
+    def choose(self, model: LlavaModel, batch: Batch, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the embeddings (1, T, D), changed or not, and which tokens stay, (T,) bool: others are of images.
+
+        An image's first token has to stay. Called once in every forward pass, also without images.
+        """
+        raise NotImplementedError
+
+    def built(self, model: LlavaModel) -> None:
+        """Leave out tokens before the language model."""
+        plain = model.begin
+
+        def begin(batch: Batch) -> tuple[torch.Tensor, dict[str, object]]:
+            embeds, options = plain(batch)
+            if others := sorted(options.keys() - {"lengths"}):
+                raise ConfigError(
+                    f"{type(self).__name__} can't leave out tokens of {', '.join(others)}: give its plugin before "
+                    "those with a rule of attention, and a model whose layers take embeddings alone"
+                )
+            embeds, stays = self.choose(model, batch, embeds)
+            fewer = layout_without(batch, stays)
+            return embeds.index_select(1, stays.nonzero()[:, 0]), {name: fewer[name] for name in (*options, *LAYOUT)}
+
+        model.begin = begin
+
+
+def layout_without(batch: Batch, stays: torch.Tensor) -> dict[str, object]:
+    """Return the layers' arguments for a batch whose other image tokens are gone. stays (T,) bool.
+
+    places (T,): of every token among those that stay; a token that is gone has the place of the last one before it.
+    """
+    places = stays.cumsum(0) - 1  # (T,)
+    cu_seqlens = F.pad(places.index_select(0, batch.cu_seqlens[1:].long() - 1) + 1, (1, 0))
+    lengths, is_text = tuple(cu_seqlens.diff().tolist()), torch.ones_like(stays)
+    is_text[batch.placing.positions] = False
+    if 0 in lengths or not bool((stays | ~is_text).all()):
+        raise ConfigError("a plugin's choose() leaves out tokens that are no image's: only image positions may go")
+    firsts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
+    return {
+        "places": places,
+        "position_ids": (torch.arange(len(firsts), device=firsts.device) - firsts)[None],
+        "cu_seqlens": cu_seqlens.to(torch.int32),
+        "max_seqlen": max(lengths),
+        "lengths": lengths,
+    }
