@@ -10,6 +10,7 @@ from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.reading import FileState, move_aside, read_json, state_of, why_not_regular
 from llava_ds.files.writing import sha256, write_whole
+from llava_ds.model.open.model_plan import own_sources
 from llava_ds.model.open.names import value_head_file
 from llava_ds.model.open.weights import weight_files
 
@@ -41,6 +42,8 @@ def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) ->
     files = {name: _files(Path(folder)) for name, folder in folders.items() if folder is not None}
     for name, folder in args.own_models.items():
         files[name] = [*_files(folder), *filter(None, [value_head_file(folder)])]
+    for source in own_sources(args.model).values():
+        files.setdefault(source.flag.removeprefix("--"), []).append(Path(source.path))
     note = output_dir / HASHES_FILE
     known = _read_hashes(note)
     paths = {path: str(path.resolve()) for group in files.values() for path in group}

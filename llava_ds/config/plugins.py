@@ -108,6 +108,7 @@ def _load(name: str, file: _File) -> None:
                 f"{where}: choices of {flag!r}: give a value of a class of extensions/plugin_slots.py's "
                 f"{CHOICES[flag].__name__}"
             )
+    module.extension = _named(extension, where)
     module.Flags = _flags(name, flags, extension, where)
     spelled = [
         word.removeprefix("--")
@@ -144,6 +145,24 @@ def _check_slots(extension: Extension, where: str) -> None:
         if (value := getattr(extension, slot)) is not None and not isinstance(value, kind):
             file = kind.__module__.rpartition(".")[2]
             raise ConfigError(f"{where}: {slot}: give a value of extensions/{file}.py's {kind.__name__}")
+
+
+def _named(extension: Extension, where: str) -> Extension:
+    """Return the extension with builders whose errors name their slot, and not a folder that was being opened."""
+
+    def named(build: Callable, slot: str, *given: object) -> object:
+        try:
+            return build(*given)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{where}: {slot}: {type(error).__name__}: {error}") from error
+
+    for flag, kind in extension.choices.items():
+        kind.build = functools.partial(named, kind.build, f"choices of {flag!r}")
+    if extension.module is None:
+        return extension
+    return dataclasses.replace(extension, module=functools.partial(named, extension.module, "module"))
 
 
 def _run(name: str, file: _File) -> ModuleType:

@@ -62,7 +62,7 @@ class TrainingArguments:
         argparse={"nargs": "+", "action": "extend"},
     )
     check_plugin: bool = _run_free(
-        True, "Before the first step, check that a plugin's loss does not depend on packing and reaches its parameters."
+        True, "Before the first step, check packing, gradients, stored modules and logits of plugins (docs/plugins.md)."
     )
     objective: str = _objective("sft", "sft: the answers of conversations.", argparse={"choices": ["sft"]})
     num_train_epochs: Annotated[float, Bounds(0, 10**6, above=True)] = _steps(1.0, "Passes over the data.")

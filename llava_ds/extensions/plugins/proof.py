@@ -1,11 +1,14 @@
-"""Proof of a plugin before the first step: packed equals unpacked, and its parameters get gradients.
+"""Proof of plugins before the first step, on a few samples, with gradients that never reach the optimizer.
 
-It runs a few samples forward and backward with weight zero, as the warm-up does: no number of the run changes.
+It finds losses and gradients that depend on packing, parameters that no loss reaches, modules that a save and a load
+change, and logits that the exported model won't give. No number of the run changes.
 """
 
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,60 +19,197 @@ from llava_ds.data.loader import micro_batches
 from llava_ds.engine.runner import Runner
 from llava_ds.engine.warm_up import discard_gradients
 from llava_ds.extensions.active import plugins
-from llava_ds.model.open.names import OWN
+from llava_ds.extensions.plugins.stored_modules import StoredModules, is_own, slot_of
+from llava_ds.model.heads import Logits
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, gather
-from llava_ds.train.objectives.objective import Objective
+from llava_ds.train.objectives.objective import Objective, Wrapped
 from llava_ds.train.plan import Plan
 
 WITH_IMAGES, WITHOUT = 2, 1  # samples that are tried
 # Largest relative difference by the dtype of the computation; rounding depends on the layout of a pack.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+FOR_GRADIENTS = 5  # times as much
 LEAVE_OUT = "or give --check_plugin False to train without this check"
 
 
 def prove(plan: Plan, runner: Runner, objective: Objective, ranks: Ranks, mesh: Mesh) -> list[str]:
-    """Try the plugins of a run; returns a line about it. Collective.
-
-    Raises ConfigError if packed samples give another loss than single ones, or other numbers of the plugins, or if the
-    loss does not reach a trained parameter.
-    """
+    """Try the plugins of a run; returns a line about it. Collective. Raises ConfigError with the slot at fault."""
     dataset, traits = plan.steps.dataset, plan.args.traits
     if ranks.world_size > mesh.dp or not dataset.is_whole or traits.draws:
         return ["plugins are not checked before training: the samples are not known before, or ranks share them"]
     images = itertools.islice(dataset.positions(images=True), WITH_IMAGES)
     samples = [*images, *itertools.islice(dataset.positions(images=False), WITHOUT)]
+    trial = Trial(plan, runner, objective, ranks, list(_batches(dataset, samples, ranks, mesh)))
     model = runner.engine.module
-    watched = {name: parameter for name, parameter in model.named_parameters() if _is_own(name, parameter)}
-    reached: set[str] = set()
-    hooks = [each.register_hook(lambda _, name=name: reached.add(name)) for name, each in watched.items()]
-    try:
-        with _without_dropout(model):
-            packed, *alone = (_numbers(runner, objective, batch) for batch in _batches(dataset, samples, ranks, mesh))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    packed = {name: value for name, value in packed.items() if name not in traits.metrics}  # these need not add up
-    summed = {name: sum(each.get(name, 0.0) for each in alone) for name in packed}
-    tolerance = TOLERANCE[plan.resolved.compute_dtype]
+    with _without_dropout(model), _same_buffers(model), StoredModules.of(plan, model, ranks) as stored:
+        packed, alone = trial.layouts()
+        trial.compare(packed, alone)
+        reached = {name for each in (packed, alone) for name in each.gradients if is_own(name)}
+        stored.check()
+        trial.check_logits()
+    watched = {name for name, each in model.named_parameters() if each.requires_grad and is_own(name)}
+    if missing := sorted(watched.difference(*gather(reached, ranks))):
+        raise ConfigError(
+            f"--plugin {slot_of(missing[0])}: the loss does not reach {', '.join(missing[:8])}: use every parameter, "
+            f"freeze it with requires_grad_(False), {LEAVE_OUT}"
+        )
     names = " and ".join(f"{name}.py" for name in plugins())
-    for name, value in packed.items():
-        if not abs(value - summed[name]) <= tolerance * max(abs(value), abs(summed[name])):
+    return [
+        f"{names}: {' and '.join(packed.numbers)} of {len(samples)} samples in one pack as in a pack each, and the "
+        f"gradients; the loss reaches all {len(watched)} trained parameters; {stored.line} (--check_plugin)"
+    ]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums of a loss and of other numbers, and gradients, over some samples."""
+
+    numbers: dict[str, float]
+    gradients: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The samples to try: all in one batch, and then each alone."""
+
+    plan: Plan
+    runner: Runner
+    objective: Objective
+    ranks: Ranks
+    batches: list
+
+    def layouts(self) -> tuple[Sums, Sums]:
+        """Return the sums over the pack, and over the samples alone."""
+        packed, *alone = map(self._run, self.batches)
+        return packed, Sums(
+            {name: sum(each.numbers.get(name, 0.0) for each in alone) for name in packed.numbers},
+            {
+                name: sum(each.gradients[name] for each in alone if name in each.gradients)
+                for name in {name: None for each in alone for name in each.gradients}
+            },
+        )
+
+    def compare(self, packed: Sums, alone: Sums) -> None:
+        """Raise ConfigError if a number or a gradient differs."""
+        if found := self.difference(packed, alone):
+            many = len(self.batches) - 1
             raise ConfigError(
-                f"--plugin {names}: {name} of {len(samples)} samples in one pack is {value:g}, but {summed[name]:g} "
+                f"--plugin {self._slot()}: {found[0]} of {many} samples in one pack is {found[1]:g}, but {found[2]:g} "
                 "over packs of one: a sample's part must not depend on the others (Batch.cu_seqlens has their starts); "
                 f"mend it, {LEAVE_OUT}"
             )
-    missing = sorted(set(watched).difference(*gather(reached, ranks)))
-    if missing:
-        raise ConfigError(
-            f"--plugin {names}: the loss does not reach {', '.join(missing[:8])}: use every parameter, freeze it with "
-            f"requires_grad_(False), {LEAVE_OUT}"
-        )
-    return [
-        f"{names}: {' and '.join(packed)} of {len(samples)} samples in one pack as in a pack each; the loss reaches "
-        f"all {len(watched)} trained parameters (--check_plugin)"
-    ]
+
+    def difference(self, packed: Sums, alone: Sums) -> tuple[str, float, float] | None:
+        """Return the name and both values of a number that differs, or of the norm of a gradient that does."""
+        tolerance = TOLERANCE[self.plan.resolved.compute_dtype]
+        for name, value in packed.numbers.items():
+            if not abs(value - alone.numbers[name]) <= tolerance * max(abs(value), abs(alone.numbers[name])):
+                return name, value, alone.numbers[name]
+        norms = {name: float(gradient.norm()) for name, gradient in alone.gradients.items()}
+        least = max(norms.values(), default=0.0) / 100  # smaller ones are rounding
+        for name, gradient in packed.gradients.items():
+            wanted = alone.gradients.get(name, torch.zeros_like(gradient))
+            limit = FOR_GRADIENTS * tolerance * max(norms.get(name, 0.0), least)
+            if not float((gradient - wanted).norm()) <= limit:
+                return f"the gradient of {name}", float(gradient.norm()), norms.get(name, 0.0)
+        return None
+
+    def check_logits(self) -> None:
+        """Raise ConfigError if a plugin's begin() changes the logits, and its flags don't say so."""
+        model = self.runner.engine.module
+        if "begin" not in vars(model) or any(flags.differs for flags in self.plan.args.own.values()):
+            return
+        batch, found = self.batches[0], []
+        head = Logits(batch.target_positions)
+        for context in (_same_buffers(model), _plain_begin(model)):
+            with context, torch.no_grad():
+                found.append(self.runner.engine(batch, head).float())
+        if (
+            float((found[0] - found[1]).abs().max())
+            > TOLERANCE[self.plan.resolved.compute_dtype] * found[1].abs().max()
+        ):
+            raise ConfigError(
+                f"--plugin {_with_slot(self.plan, 'part')}: model.begin was replaced and gives other logits; "
+                "transformers' class, which opens the export, does not have it: say in Flags.differs what it lacks, "
+                f"{LEAVE_OUT}"
+            )
+
+    def _slot(self) -> str:
+        """Name the slot that makes packed samples differ: the one without which they don't."""
+        plain = replace(self, objective=_innermost(self.objective))
+        if plain.difference(*plain.layouts()) is None:
+            slot = "objective" if isinstance(self.objective, Wrapped) else "part"
+            slot = "part" if any(each.part for each in self.plan.active.extensions.values()) else slot
+            return f"{_with_slot(self.plan, slot)} (the loss)"
+        model = self.runner.engine.module
+        if "begin" in vars(model):
+            with _plain_begin(model):
+                if plain.difference(*plain.layouts()) is None:
+                    return f"{_with_slot(self.plan, 'part')} (model.begin)"
+        return _with_slot(self.plan, "wrap", "choices", "module", "part")
+
+    def _run(self, batch) -> Sums:
+        """Run a micro-batch forward and backward; the optimizer sees gradients of zero."""
+        engine, seen, hooks = self.runner.engine, {}, []
+        numbers: dict[str, float] = {}
+
+        def watch(name: str, gradient: torch.Tensor) -> torch.Tensor:
+            if is_own(name) or gradient.ndim < 2:  # of the rest a few small ones
+                seen[name] = seen.get(name, 0) + gradient.detach().float()
+            return torch.zeros_like(gradient)
+
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad:
+                hooks.append(parameter.register_hook(partial(watch, name)))
+        try:
+            with discard_gradients(engine):
+                micro = self.objective.forward(engine, batch)
+                numbers["loss"] = float(micro.loss_sum.detach())
+                metrics = self.plan.args.traits.metrics  # these need not add up
+                numbers |= {name: float(value) for name, value in micro.metrics.items() if name not in metrics}
+                engine.set_gradient_accumulation_boundary(True)
+                engine.backward(micro.loss_sum, scale_wrt_gas=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return Sums(numbers, seen)
+
+
+def _innermost(objective: Objective) -> Objective:
+    while isinstance(objective, Wrapped):
+        objective = objective.objective
+    return objective
+
+
+def _with_slot(plan: Plan, *slots: str) -> str:
+    """Name the plugins that have one of these slots, and the first that they have."""
+    found = {name: [slot for slot in slots if getattr(each, slot)] for name, each in plan.active.extensions.items()}
+    named = [f"{name}.py: {slots[0]}" for name, slots in found.items() if slots and name in plugins()]
+    return " and ".join(named or [f"{name}.py" for name in plugins()])
+
+
+@contextmanager
+def _plain_begin(model: nn.Module) -> Iterator[None]:
+    """Take away a plugin's begin()."""
+    own = vars(model).pop("begin")
+    try:
+        yield
+    finally:
+        model.begin = own
+
+
+@contextmanager
+def _same_buffers(model: nn.Module) -> Iterator[None]:
+    """Raise ConfigError for a buffer of a plugin's module that a forward pass changes."""
+    before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers() if is_own(name)}
+    yield
+    for name, (buffer, value) in before.items():
+        if not torch.equal(buffer, value):
+            raise ConfigError(
+                f"--plugin {slot_of(name)}: a forward pass changes the buffer {name}, which then depends on packing "
+                f"and ranks: keep what a step needs in the batch, {LEAVE_OUT}"
+            )
 
 
 @contextmanager
@@ -86,26 +226,7 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
         setattr(*each, value)
 
 
-def _is_own(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad and name.startswith((OWN, "projector.layers.own."))
-
-
 def _batches(dataset: EncodedDataset, samples: list[int], ranks: Ranks, mesh: Mesh):
     """Yield all samples as one micro-batch, and then each alone."""
     layouts = [samples, *([sample] for sample in samples)]
     return (micro.batch for micro in micro_batches(dataset, layouts, 0, ranks.device, mesh))
-
-
-def _numbers(runner: Runner, objective: Objective, batch) -> dict[str, float]:
-    """Run a micro-batch forward and backward, and return its loss and further sums."""
-    found = {}
-
-    def summed(engine, batch) -> torch.Tensor:
-        micro = objective.forward(engine, batch)
-        found["loss"] = float(micro.loss_sum.detach())
-        found.update((name, float(value)) for name, value in micro.metrics.items())
-        return micro.loss_sum
-
-    with discard_gradients(runner.engine):
-        runner.warm_up(batch, summed, accumulates=False)
-    return found

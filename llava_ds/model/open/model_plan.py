@@ -73,11 +73,13 @@ def read_parts(args: ModelArguments) -> Parts:
             own, rest = trained, rest or own
     head = value_head_file(folder.path)
     value_head = None if head is None else Source(FLAG, str(head), lambda name: name)
-    sources = Sources(folder.language_model, own, projector, newline, rest, value_head=value_head, own=_own_of(args))
+    sources = Sources(
+        folder.language_model, own, projector, newline, rest, value_head=value_head, own=own_sources(args)
+    )
     return Parts(folder, folder.text_config, tower, sources)
 
 
-def _own_of(args: ModelArguments) -> dict[str, Source]:
+def own_sources(args: ModelArguments) -> dict[str, Source]:
     """Return the sources of extensions' modules: in the model's folder, else in the projector's."""
     folders = {FLAG: args.model_name_or_path}
     folders |= {flag: str(Path(file).parent) for flag, file in projector_files(args).items()}

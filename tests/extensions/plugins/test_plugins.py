@@ -6,9 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import toys
 from ds_json import CONFIGS
+from llavas import arguments
+from safetensors.torch import save_file
 
+from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.config.arguments import every_flag
 from llava_ds.config.parsing import build_parser, parse_arguments
 from llava_ds.config.plugins import load
@@ -178,6 +182,15 @@ def test_a_module_and_an_adapter_are_refused(tmp_path):
     file = write(tmp_path, FLAGS + "extension = Extension(module=print)")
     with pytest.raises(ConfigError, match=r"has a module, which the export of an adapter .* can't hold"):
         parse("--plugin", file, "--lora_enable", "True")
+
+
+def test_a_modules_file_in_the_base_folder_is_hashed_for_a_resume(tmp_path):
+    base = toys.write_base(tmp_path / "base")
+    save_file({"weight": torch.zeros(1)}, Path(base["model_name_or_path"]) / "own_idea.safetensors")
+    assert "own_idea.safetensors" not in weight_hashes(arguments(base), tmp_path, None)["model_name_or_path"]
+    load([write(tmp_path, FLAGS + "extension = Extension(module=print)")])
+    found = weight_hashes(arguments(base), tmp_path, None)["model_name_or_path"]
+    assert [*found] == ["model.safetensors", "own_idea.safetensors"]
 
 
 def test_a_model_that_names_a_plugin_is_opened_with_it_only(tmp_path, capsys):

@@ -187,45 +187,140 @@ def test_the_commands_of_the_page_work(tmp_path):
     assert config["mm_projector_type"] == "my_idea"
 
 
-LEAKY = '''
-"""A loss that depends on the pack, or a module that is not used."""
+IDEA = '''
+"""An idea with a mistake."""
+import torch
 from torch import nn
 from llava_ds.extensions.base import Extension, SessionPart
+from llava_ds.extensions.plugin_slots import ProjectorKind
 from llava_ds.extensions.plugins.hidden_loss import HiddenLoss
+from llava_ds.train.objectives.objective import Wrapped
 
 
-def module(text, tower, args):
-    return nn.ModuleDict({{"used": nn.Linear(text.hidden_size, 1), "unused": nn.Linear(2, 2)}})
+class Head(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.used = nn.Linear(width, 1)
+        {init}
+
+    def forward(self, hidden):
+        return self.used(hidden)[:, 0] {more}
 
 
 class Part(SessionPart):
     def of_steps(self, plain):
-        return HiddenLoss(plain, "leaky", 1.0, lambda batch: batch.target_positions, self._values)
+        return HiddenLoss(plain, "idea", 1.0, lambda batch: batch.target_positions, self._values)
 
     def _values(self, model, hidden, batch):
-        return model.own_leaky["used"](hidden)[:, 0] * {factor}
+        return model.own_{name}(hidden){values}
+
+    {part}
 
 
-extension = Extension(part=Part, module=module)
+{extra}
+extension = Extension({slots})
 '''
+MODULE = "part=Part, module=lambda text, tower, args: Head(text.hidden_size)"
+SLOPPY = """
+class Sloppy(ProjectorKind):
+    def build(self, option, tower_width, width):
+        layers = nn.Sequential(nn.Linear(tower_width, width), nn.BatchNorm1d(9, affine=False))
+        return layers
+"""
+WHOLE_PACK = """
+class Doubled(Wrapped):
+    def forward(self, engine, batch):
+        micro = self.objective.forward(engine, batch)
+        return micro._replace(loss_sum=micro.loss_sum * len(batch.sources))
+"""
+STEEP = """
+class Steep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * len(gradient)
+"""
+BEGIN = """def built(self, model):
+        plain = model.begin
+        model.begin = lambda batch: (plain(batch)[0]{change}, plain(batch)[1])
+"""
+# By name: parts of IDEA, and what is said.
+MISTAKES = {
+    "leaky": (
+        {"slots": MODULE, "values": " * len(hidden)"},
+        r"leaky.py: part \(the loss\): loss of 3 samples in one pack is .* over packs of one: a sample's part must not",
+    ),
+    "steep": (
+        {"slots": MODULE, "values": " + Steep.apply(hidden.sum(1))", "extra": STEEP},
+        r"steep.py: part \(the loss\): the gradient of .* of 3 samples in one pack is",
+    ),
+    "doubled": (
+        {"slots": "objective=lambda plan, mesh, plain: Doubled(plain)", "extra": WHOLE_PACK},
+        r"doubled.py: objective \(the loss\): loss of 3 samples in one pack is",
+    ),
+    "unused": (
+        {"slots": MODULE, "init": "self.unused = nn.Linear(2, 2)"},
+        r"unused.py: module: the loss does not reach own_unused.unused.bias, own_unused.unused.weight: use every",
+    ),
+    "buffered": (
+        {"slots": MODULE, "init": "self.register_buffer('mean', torch.zeros(1))"},
+        r"buffered.py: module: the module can't be stored and loaded again: .*persistent=False",
+    ),
+    "counting": (
+        {
+            "slots": MODULE,
+            "init": "self.register_buffer('calls', torch.zeros(1), persistent=False)",
+            "more": "+ self.calls.add_(1) * 0",
+        },
+        r"counting.py: module: a forward pass changes the buffer own_counting.calls",
+    ),
+    "drawn": (
+        {"slots": MODULE, "init": "import random; self.scale = random.random()", "more": "* self.scale"},
+        r"drawn.py: module: the module, stored and loaded again, gives another output",
+    ),
+    "failing": (
+        {"slots": MODULE, "init": "self.scale = torch.rand(1).item()"},
+        r"failing.py: module: RuntimeError: Tensor.item\(\) cannot be called on meta tensors",
+    ),
+    "mixing": (
+        {
+            "slots": "part=Part2",
+            "extra": f"class Part2(SessionPart):\n    {BEGIN}".format(change=" * len(batch.lengths)"),
+        },
+        r"mixing.py: part \(model.begin\): loss of 3 samples in one pack is",
+    ),
+    "quiet": (
+        {"slots": "part=Part2", "extra": f"class Part2(SessionPart):\n    {BEGIN}".format(change=" * 2")},
+        r"quiet.py: part: model.begin was replaced and gives other logits; .*say in Flags.differs what it lacks",
+    ),
+    "sloppy": (
+        {"slots": "choices={'mm_projector_type': Sloppy()}", "extra": SLOPPY},
+        r"sloppy.py: choices of mm_projector_type: the module can't be stored and loaded again",
+    ),
+}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("factor", "message"),
-    [
-        ("len(hidden)", "in one pack is .* over packs of one: a sample's part must not depend on the others"),
-        ("1.0", "the loss does not reach own_leaky.unused.bias, own_leaky.unused.weight: use every parameter"),
-    ],
-)
-def test_a_plugin_that_mixes_samples_or_trains_nothing_is_refused_before_the_first_step(
-    given, tmp_path, factor, message
-):
-    (tmp_path / "leaky.py").write_text(LEAKY.format(factor=factor))
-    flags = toy_run(given, tmp_path / "out", ds_config(3), **FLAGS, plugin=tmp_path / "leaky.py")
-    done = launch(1, ROOT / "run" / "train.py", *command_line(flags))
-    assert done.returncode != 0 and re.search(message, done.stdout + done.stderr)
-    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+def test_a_mistake_is_refused_before_the_first_step_with_its_slot(given, tmp_path):
+    runs = {}
+    for name, (parts, _) in MISTAKES.items():
+        filled = {"init": "", "more": "", "values": "", "part": "", "extra": "", "name": name, **parts}
+        (tmp_path / f"{name}.py").write_text(IDEA.format(**filled))
+        more = {"mm_projector_type": name, "mm_spatial_pool_stride": 1} if name == "sloppy" else {}
+        flags = toy_run(given, tmp_path / name, ds_config(3), **FLAGS, **more, plugin=tmp_path / f"{name}.py")
+        runs[name] = command_line(flags)
+    (tmp_path / "runs.json").write_text(json.dumps(runs))
+    said = tmp_path / "said.json"
+    done = launch(1, ROOT / "tests" / "workers" / "refused_runs.py", tmp_path / "runs.json", said)
+    assert said.exists(), done.stdout + done.stderr
+    found = json.loads(said.read_text())
+    wrong = {
+        name: found.get(name) for name, (_, message) in MISTAKES.items() if not re.search(message, str(found.get(name)))
+    }
+    assert not wrong
+    assert not [*tmp_path.glob("*/metrics.jsonl")]
 
 
 HARMLESS = '''
