@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 116,
-    "imported lines": 19014,
+    "imported lines": 19019,
     "files at the end": 185,
     "lines at the end": 27660,
     "feature words": 60,
     "kernel files": 39,
     "kernel lines": 5795,
-    "all lines": 73507,
+    "all lines": 73785,
 }
 
 # What one reads to understand training.
