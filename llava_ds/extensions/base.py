@@ -210,6 +210,11 @@ class ExtensionFlags:
         """True if weights of the model are packed when they are read."""
         return False
 
+    @property
+    def frozen_folder(self) -> str | None:
+        """Folder of a frozen model that stays in memory while another one trains; None without one."""
+        return None
+
     def features(self) -> Iterator[tuple[str, Mapping[str, str], tuple[str, ...]]]:
         """Yield each requested feature: its flag and value, its needs with reasons, and the properties it breaks."""
         if self.needs or self.breaks:

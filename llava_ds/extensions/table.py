@@ -82,6 +82,11 @@ EXTENSIONS: dict[str, Trigger] = {
             }
         },
     ),
+    "distill": Trigger(
+        "distillation: a student learns a larger model's distribution of every token",
+        "teacher_model_name_or_path beta temperature sft_alpha",
+        adds={"objective": {"gkd": "a teacher's distribution of every token (docs/distill.md)"}},
+    ),
     "planning": Trigger(
         "a run's memory and speed before it starts, and settings that fit",
         "",

@@ -1,12 +1,13 @@
-"""A second model that does not train, from a folder: a reference model, or one that scores answers.
+"""A second model that does not train, from a folder: a reference model, a teacher, or one that scores answers.
 
-Every rank holds the whole model, without DeepSpeed, so a rank may run it alone.
+Every rank holds the whole model, without DeepSpeed, so a rank may run it alone; or ZeRO-3 shards it (open_sharded).
 """
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import deepspeed
 import torch
 
 from llava_ds.config.arguments import (
@@ -34,6 +35,13 @@ from llava_ds.runtime.waiting import waiting
 SCORED_TOGETHER = 64  # answers in a batch
 # Image options that affect only the reading of files, not the model.
 READING = ("max_pixels", "fast_decoding", "value_range", "video_fps", "frames_upbound", "force_sample")
+
+# Keys of zero_optimization for a model without an optimizer.
+SHARDED = (
+    *("stage", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size", "stage3_max_live_parameters"),
+    *("stage3_max_reuse_distance", "offload_param"),
+)
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,23 @@ def open_frozen(plan: FrozenPlan, dtype: torch.dtype, ranks: Ranks) -> LlavaMode
     return model.requires_grad_(False).eval()
 
 
+def open_sharded(plan: FrozenPlan, dtype: torch.dtype, ranks: Ranks, config: dict) -> deepspeed.DeepSpeedEngine:
+    """Build the model sharded over all ranks by ZeRO-3, without gradients: they run it together. Collective.
+
+    config: the resolved JSON of the model that trains; its sizes of what is gathered count, and offload_param.
+    """
+    zero = config["zero_optimization"]
+    own = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {name: zero[name] for name in SHARDED if name in zero},
+    }
+    own |= {name: {"enabled": True} for name, kind in HALVES.items() if kind == dtype}
+    model = build_model(plan.model, plan.args, own, dtype, 0, ranks).requires_grad_(False)
+    engine, *_ = deepspeed.initialize(model=model, config=own)
+    engine.eval()
+    return engine
+
+
 class Scorer:
     """A model that scores answers, whole on every rank: each rank scores its own, without waiting for others."""
 
@@ -121,7 +146,10 @@ def _vocabulary_problems(own: ModelPlan, other: ModelPlan) -> list[str]:
     ids = {token: i for token, i in other.tokenizer.get_vocab().items() if token != IMAGE_TOKEN}
     missing = [token for token, i in ids.items() if known.get(token) != i]
     if missing:
-        return [f"its vocabulary differs ({len(missing)} tokens, the first is {min(missing)!r})"]
+        return [
+            f"its vocabulary of {len(known):,} tokens differs from the {len(ids):,} here ({len(missing)} tokens, the "
+            f"first is {min(missing)!r})"
+        ]
     beyond = [token for token, i in ids.items() if own.text_config.vocab_size <= i < rows]
     if beyond:
         return [f"its embedding has no row for {len(beyond)} tokens, the first is {min(beyond)!r}"]

@@ -149,7 +149,7 @@ def test_a_frozen_model_that_reads_something_else_is_refused(toy, tmp_path):
     }
     other = toys.write_base(tmp_path / "other")
     toys.add_tokens(Path(other["model_name_or_path"]), "<new>")
-    refused["its vocabulary differs (1 tokens, the first is '<new>')"] = (
+    refused["here (1 tokens, the first is '<new>')"] = (
         str(toy.folder / "hf"),
         dataclasses.replace(toy.plan, tokenizer=plan_model(ModelArguments(**other), 512).tokenizer),
         toy.images,

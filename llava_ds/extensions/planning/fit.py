@@ -129,7 +129,8 @@ def description(run: Run) -> list[str]:
     setup, batch, text = run.setup, run.batch, run.shape.text
     lines = [
         f"{run.shape.num_parameters:,} parameters, {run.shape.num_trained:,} of them trained ({parts}); "
-        f"the largest gathered layer has {largest_unit(run.shape):,}",
+        f"the largest gathered layer has {largest_unit(run.shape):,}"
+        + (f"; a frozen model beside it has {run.shape.beside:,}" if run.shape.beside else ""),
         f"{_gpus(setup)}, {setup.weight_bytes} bytes per weight, "
         + (f"{run.shape.packed_bits} bits in {sum(run.shape.packed):,} of them, " if run.shape.packed else "")
         + (

@@ -151,12 +151,26 @@ def estimate(shape: ModelShape, placement: ZeroPlacement, setup: Setup, batch: M
     """
     estimate_stage = {0: _replicated, 3: _sharded}.get(placement.stage, _sharded_optimizer)
     if not shape.stages:
-        return estimate_stage(shape, placement, setup, most_activations(shape, setup, batch))
+        found = estimate_stage(shape, placement, setup, most_activations(shape, setup, batch))
+        return _with_frozen(found, shape, placement, setup) if shape.beside else found
     ranks = (
         estimate_stage(stage, placement, setup, _activations(shape, index, setup, batch))
         for index, stage in enumerate(shape.stages)
     )
     return max(ranks, key=lambda rank: rank.total)
+
+
+def _with_frozen(own: Estimate, shape: ModelShape, placement: ZeroPlacement, setup: Setup) -> Estimate:
+    """Add a frozen model: whole on every rank, or sharded by ZeRO-3 over all of them where no rank has part of a matrix
+    or of the experts."""
+    w, ranks = setup.weight_bytes, setup.num_gpus
+    if placement.stage < 3 or ranks == 1 or max(setup.tp, setup.ep) > 1:
+        return replace(own, weights=own.weights + w * shape.beside)
+    ahead = max(setup.zero.max_live_parameters, setup.zero.max_reuse_distance) + setup.zero.prefetch_bucket_size
+    shard, gathered = w * math.ceil(shape.beside / ranks), w * min(shape.beside, ahead)
+    if placement.param != "none":
+        return replace(own, gathered=own.gathered + gathered, cpu=own.cpu + shard * _ranks_of_a_node(setup))
+    return replace(own, weights=own.weights + shard, gathered=own.gathered + gathered)
 
 
 def most_activations(shape: ModelShape, setup: Setup, batch: MicroBatch | None) -> int:

@@ -10,7 +10,14 @@ from transformers import AutoConfig, CLIPVisionConfig, PreTrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from llava_ds.config.arguments import Arguments, adapted_parts, trained_parts
+from llava_ds.config.arguments import (
+    Arguments,
+    DataArguments,
+    ModelArguments,
+    TrainingArguments,
+    adapted_parts,
+    trained_parts,
+)
 from llava_ds.constants import ConfigError
 from llava_ds.engine.activation_checkpointing import repeated_layers
 from llava_ds.engine.ds_config.parallel import check_model
@@ -122,7 +129,7 @@ class ModelShape:
     that no stage partitions. tp: ranks that share the layers' matrices; ep: ranks that share an upcycled model's
     experts; parts counts the whole model, all other fields one rank. of_experts: True for groups of experts, empty if
     none. stages: the shape of each pipeline stage; is_first: True for the stage with tower, projector and embedding;
-    is_last: for the stage with the output layer.
+    is_last: for the stage with the output layer. beside: of the frozen models in memory beside this one.
     """
 
     parts: tuple[Part, ...]
@@ -141,6 +148,7 @@ class ModelShape:
     stages: tuple["ModelShape", ...] = ()
     is_first: bool = True
     is_last: bool = True
+    beside: int = 0
 
     @property
     def num_parameters(self) -> int:
@@ -259,11 +267,20 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
         tp=tp,
         of_experts=tuple(group.get("moe", False) for group in groups),
         ep=ep,
+        beside=sum(_folder_size(flags.frozen_folder) for flags in args.own.values()),
     )
     for part in (part for part in parts if part.owners is not None):
         owners = part.owners(model, whole.flops, tower, args.size_of(part.axis))
         whole = replace(whole, stages=tuple(_stages(model, whole, groups, *owners)))
     return whole
+
+
+def _folder_size(folder: str | None) -> int:
+    """Return the number of parameters of the model in a folder; 0 for None."""
+    if folder is None:
+        return 0
+    model = ModelArguments(model_name_or_path=folder)
+    return shape_of_folders(Arguments(model, DataArguments(), TrainingArguments(), frozenset())).num_parameters
 
 
 def _stages(

@@ -10,10 +10,11 @@ from llava_ds.engine.runner import Direct, Runner
 from llava_ds.extensions.base import Extension, SessionPart
 from llava_ds.extensions.preference.dpo import DPO, PairLoss, has_reference
 from llava_ds.extensions.preference.kto import KTO, AnswerLoss, Divergence, Mismatched, label_answers
-from llava_ds.extensions.preference.reference import Reference, add_reference, forward_digest
+from llava_ds.extensions.preference.reference import Reference, add_reference
 from llava_ds.extensions.preference.reward import Reward, RewardLoss
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import print_first
+from llava_ds.second_models.forward_identity import forward_digest
 from llava_ds.second_models.frozen import FrozenPlan, open_frozen, plan_frozen
 from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.objectives.prompt_sharing import shares_prompts

@@ -7,7 +7,6 @@ initial model, base and adapter: a fresh adapter adds zero, and one from --lora_
 """
 
 import itertools
-import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,31 +16,23 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.file_slices import write_errors
-from llava_ds.data.fingerprint import digest_of, versions_of
+from llava_ds.data.fingerprint import digest_of
 from llava_ds.data.loader import MicroBatch, micro_batches
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.placement import Placement, placement_of
 from llava_ds.engine.runner import Runner
 from llava_ds.files.writing import write_whole
-from llava_ds.geometry import ImageOptions
 from llava_ds.model.heads import LogProbs, sum_by_sample
 from llava_ds.model.open.loading import SUM_NUMBERS, bits_of, is_packed, scales_of
-from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, gather
 from llava_ds.runtime.tf32 import tf32_allowed
 from llava_ds.runtime.waiting import queuing, waiting
 
 VERSION = 3  # raise it when the same data and weights would give other numbers
-
-# Not compared: flags that name folders. Weights, configurations and tokenized data are.
-FOLDER_FLAGS = ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter", "lora_weight_path")
-# Libraries that compute a forward.
-LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "flash-attn", "flash-attn-3")
 
 
 @dataclass(frozen=True)
@@ -86,40 +77,6 @@ def cache_name(data: str, weights: str, reference: Reference, device: torch.devi
     tf32 = device.type == "cuda" and reference.dtype == torch.float32 and tf32_allowed()
     parts = [str(VERSION), data, weights, reference.forward, str(reference.dtype), device.type, f"TF32 {tf32}"]
     return f"reference-{digest_of(parts)}.npy"
-
-
-def forward_digest(plan: ModelPlan, args: ModelArguments, images: ImageOptions) -> str:
-    """Return a digest of everything a model's forward depends on, except its weights.
-
-    These are its configurations (rope_theta), the flags (lora_alpha, bits), the image options and the versions of the
-    libraries. Flags that only choose trained parts are included: changing one causes an unnecessary pass.
-    """
-    configs = [plan.text_config, plan.tower.config, *([plan.architecture.config] if plan.architecture else [])]
-    tower = getattr(plan.tower, "second", None)
-    while tower is not None:
-        configs, tower = [*configs, tower.config], tower.second
-    values = (pair for section in (args, *args.own.values()) for pair in vars(section).items())
-    flags = {name: value for name, value in values if name not in (*FOLDER_FLAGS, "own")}
-    return digest_of(
-        [
-            *(json.dumps(_without_places(config.to_dict()), sort_keys=True, default=str) for config in configs),
-            json.dumps(flags, sort_keys=True, default=str),
-            repr(plan.images),
-            repr(images),
-            *versions_of(LIBRARIES),
-        ]
-    )
-
-
-def _without_places(config: object) -> object:
-    """Return a configuration without its folder and version, at any depth."""
-    if not isinstance(config, dict):
-        return config
-    return {
-        name: _without_places(value)
-        for name, value in config.items()
-        if name not in ("_name_or_path", "transformers_version")
-    }
 
 
 @torch.no_grad()

@@ -18,10 +18,11 @@ from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.runner import Direct
-from llava_ds.extensions.preference.reference import Reference, cache_name, forward_digest, log_probs, weights_digest
+from llava_ds.extensions.preference.reference import Reference, cache_name, log_probs, weights_digest
 from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.tf32 import allow_tf32, tf32_allowed
+from llava_ds.second_models.forward_identity import forward_digest
 
 pytest.importorskip("peft")
 layers = pytest.importorskip("llava_ds.extensions.lora.layers")

@@ -17,7 +17,7 @@ from extension_there import needs_extension
 from PIL import Image
 from ready_models import FAMILIES
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoModelForImageTextToText
 
 from llava_ds.config.arguments import Arguments, DataArguments, TrainingArguments
@@ -60,6 +60,12 @@ ALL = [QUICK, *(pytest.param(one, marks=pytest.mark.full) for one in FAMILIES if
 def ready(request, tmp_path_factory):
     """See opened."""
     return opened(request.param, tmp_path_factory.mktemp("ready"))
+
+
+@pytest.fixture(scope="module")
+def teacher(ready, tmp_path_factory):
+    """A wider model of the same family."""
+    return opened(ready.family, tmp_path_factory.mktemp("teacher"), {"hidden_size": 64})
 
 
 def dtype_of(family: str, flags: dict[str, object]) -> torch.dtype:
@@ -207,6 +213,35 @@ def test_preferences(ready, loss_type):
     else:
         each = -logsigmoid(beta * (sums[:, 0] / lengths[:, 0] - sums[:, 1] / lengths[:, 1]) - gamma)
     expected = (each - alpha * sums[:, 0] / lengths[:, 0]).sum()
+    compare(found.loss_sum, expected, [ready.model], [ready.theirs])
+
+
+@needs_extension("distill")
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_distillation(ready, teacher, beta):
+    from llava_ds.extensions.distill.extension import GKD
+    from llava_ds.extensions.distill.flags import Flags
+    from llava_ds.extensions.distill.teacher import LiveTeacher
+    from llava_ds.train.objectives.objective import SFT
+
+    flags, rows = Flags(beta=beta, temperature=0.8, sft_alpha=0.3), ready.plan.text_config.vocab_size
+    part = SimpleNamespace(flags=flags, teacher=LiveTeacher(teacher.model, teacher.model, rows, flags.temperature))
+    batch = collate([pair.chosen for pair in ready.pairs], ready.options)
+    found = GKD(SFT(grad_ranks=1), part).forward(ready.model, batch)
+
+    expected = torch.zeros((), dtype=torch.float64)
+    for i, (text, _) in enumerate(ANSWERS):
+        inputs, learned = answered(ready, i, text)
+        student, given = (
+            each(**inputs, use_cache=False).logits[0, :-1][learned[1:]].double()
+            for each in (ready.theirs, teacher.theirs.requires_grad_(False))
+        )
+        plain = cross_entropy(student, inputs["input_ids"][0, 1:][learned[1:]], reduction="sum")
+        q, p = ((each / flags.temperature).softmax(-1) for each in (student, given))
+        mixed = {0.0: q, 1.0: p}.get(beta, beta * p + (1 - beta) * q)
+        forward, reverse = ((one * (one / mixed).log()).sum() for one in (p, q))
+        weights = {0.0: (1.0, 0.0), 1.0: (0.0, 1.0)}.get(beta, (beta, 1 - beta))
+        expected = expected + weights[0] * forward + weights[1] * reverse + flags.sft_alpha * plain
     compare(found.loss_sum, expected, [ready.model], [ready.theirs])
 
 

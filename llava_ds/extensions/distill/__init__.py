@@ -1,0 +1,1 @@
+"""Distillation: the student learns a teacher's distribution of every token."""
