@@ -1,4 +1,4 @@
-"""What a second model's forward depends on besides its weights, for numbers of it that are kept on disk."""
+"""Identity of a second model's forward, without its weights, for numbers that are kept on disk."""
 
 import json
 

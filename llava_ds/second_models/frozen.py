@@ -103,7 +103,7 @@ def open_frozen(plan: FrozenPlan, dtype: torch.dtype, ranks: Ranks) -> LlavaMode
 def open_sharded(plan: FrozenPlan, dtype: torch.dtype, ranks: Ranks, config: dict) -> deepspeed.DeepSpeedEngine:
     """Build the model sharded over all ranks by ZeRO-3, without gradients: they run it together. Collective.
 
-    config: the resolved JSON of the model that trains; its sizes of what is gathered count, and offload_param.
+    config: the resolved JSON of the model that trains; its offload_param and sizes of gathered weights count.
     """
     zero = config["zero_optimization"]
     own = {

@@ -1,5 +1,5 @@
-# S supervised positions, D width of the student, V rows of its output layer, C of them that the teacher also has,
-# K most probable tokens that were kept, n outcomes: C, or K and a rest
+# S supervised positions, D width of the student, V rows of its output layer, C rows that both models have, K kept
+# tokens, the most probable ones, n outcomes: C, or K and a rest
 """Generalised Jensen-Shannon divergence of a student from its teacher; logits never exist for more than a chunk.
 
 Source: GKD (arXiv 2306.13649), equation 1, in the form of TRL's GKDTrainer.generalized_jsd_loss: beta 0 is the forward
@@ -16,7 +16,7 @@ import torch
 from llava_ds.model.heads import LogProbs
 from llava_ds.model.output_loss import LogitGradients, chunk_rows
 
-COPIES = 4  # of a chunk's logits, more than the cross-entropy's
+COPIES = 4  # of a chunk's logits in memory, over the cross-entropy's
 MOST = -1e-7  # log-probability of the kept tokens together, at most: the rest keeps a logarithm (TRL's bound)
 
 
@@ -48,7 +48,7 @@ class Divergence(LogProbs):
     sft_alpha: float = 0.0
 
     def by_row(self, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float | None) -> tuple:
-        """Compute both; LogProbs has divided hidden by the temperature, which is undone for the cross-entropy."""
+        """Compute both. hidden: divided by the temperature, as LogProbs does; the cross-entropy is without it."""
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         dtype = torch.float32 if dtype == torch.float16 else dtype  # gradients have no bound that float16 could hold

@@ -18,7 +18,7 @@ _gkd, _ = flags_of("distill", goes_with="gkd")
 class Flags(ExtensionFlags):
     """Flags of distillation."""
 
-    other_names: ClassVar = {"--teacher_model_name_or_path": "--teacher_model", "--gkd_logits_topk": "--loss_top_k"}
+    other_names: ClassVar = {"--teacher_model_name_or_path": "--teacher_model"}
     not_here: ClassVar = {"the teacher draws no answers": "--seq_kd"}
     numbers: ClassVar = {
         "divergence": Number("Divergence from the teacher, per token", "divergence {:.3g}"),

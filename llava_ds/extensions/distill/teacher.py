@@ -1,4 +1,4 @@
-# S supervised positions, E width of the teacher, W rows of its output layer, C of them that the student also has
+# S supervised positions, E width of the teacher, W rows of its output layer, C rows that both models have
 """A teacher in memory: its hidden states at the supervised positions, and distributions from them in chunks."""
 
 from collections.abc import Callable
@@ -80,7 +80,7 @@ class _States(LogProbs):
 class LiveTeacher:
     """A frozen model that runs over the student's micro-batches.
 
-    run: the model, or its engine; model: without an engine; rows: those of both output layers, C.
+    run: the model, or its engine; model: without an engine; rows: C.
     """
 
     run: Callable[[Batch, LogProbs], tuple]
@@ -90,7 +90,7 @@ class LiveTeacher:
 
     @classmethod
     def opened(cls, plan: Plan, ranks: Ranks, mesh: Mesh) -> "LiveTeacher":
-        """Build it: sharded at ZeRO-3, else whole on every rank, also beside tensor parallelism, because DeepSpeed has
+        """Build it: sharded at ZeRO-3, else whole on every rank, also with tensor parallelism, because DeepSpeed has
         one set of groups for all engines. Collective."""
         frozen, resolved = plan.own["distill"], plan.resolved
         if resolved.zero_stage == 3 and not mesh.is_divided:

@@ -130,7 +130,7 @@ def description(run: Run) -> list[str]:
     lines = [
         f"{run.shape.num_parameters:,} parameters, {run.shape.num_trained:,} of them trained ({parts}); "
         f"the largest gathered layer has {largest_unit(run.shape):,}"
-        + (f"; a frozen model beside it has {run.shape.beside:,}" if run.shape.beside else ""),
+        + (f"; a frozen second model has {run.shape.second:,}" if run.shape.second else ""),
         f"{_gpus(setup)}, {setup.weight_bytes} bytes per weight, "
         + (f"{run.shape.packed_bits} bits in {sum(run.shape.packed):,} of them, " if run.shape.packed else "")
         + (

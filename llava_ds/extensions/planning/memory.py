@@ -152,7 +152,7 @@ def estimate(shape: ModelShape, placement: ZeroPlacement, setup: Setup, batch: M
     estimate_stage = {0: _replicated, 3: _sharded}.get(placement.stage, _sharded_optimizer)
     if not shape.stages:
         found = estimate_stage(shape, placement, setup, most_activations(shape, setup, batch))
-        return _with_frozen(found, shape, placement, setup) if shape.beside else found
+        return _with_frozen(found, shape, placement, setup) if shape.second else found
     ranks = (
         estimate_stage(stage, placement, setup, _activations(shape, index, setup, batch))
         for index, stage in enumerate(shape.stages)
@@ -161,13 +161,12 @@ def estimate(shape: ModelShape, placement: ZeroPlacement, setup: Setup, batch: M
 
 
 def _with_frozen(own: Estimate, shape: ModelShape, placement: ZeroPlacement, setup: Setup) -> Estimate:
-    """Add a frozen model: whole on every rank, or sharded by ZeRO-3 over all of them where no rank has part of a matrix
-    or of the experts."""
+    """Add a frozen model: whole on every rank, or sharded by ZeRO-3, unless ranks share matrices or experts."""
     w, ranks = setup.weight_bytes, setup.num_gpus
     if placement.stage < 3 or ranks == 1 or max(setup.tp, setup.ep) > 1:
-        return replace(own, weights=own.weights + w * shape.beside)
+        return replace(own, weights=own.weights + w * shape.second)
     ahead = max(setup.zero.max_live_parameters, setup.zero.max_reuse_distance) + setup.zero.prefetch_bucket_size
-    shard, gathered = w * math.ceil(shape.beside / ranks), w * min(shape.beside, ahead)
+    shard, gathered = w * math.ceil(shape.second / ranks), w * min(shape.second, ahead)
     if placement.param != "none":
         return replace(own, gathered=own.gathered + gathered, cpu=own.cpu + shard * _ranks_of_a_node(setup))
     return replace(own, weights=own.weights + shard, gathered=own.gathered + gathered)

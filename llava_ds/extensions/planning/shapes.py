@@ -129,7 +129,7 @@ class ModelShape:
     that no stage partitions. tp: ranks that share the layers' matrices; ep: ranks that share an upcycled model's
     experts; parts counts the whole model, all other fields one rank. of_experts: True for groups of experts, empty if
     none. stages: the shape of each pipeline stage; is_first: True for the stage with tower, projector and embedding;
-    is_last: for the stage with the output layer. beside: of the frozen models in memory beside this one.
+    is_last: for the stage with the output layer. second: parameters of frozen second models.
     """
 
     parts: tuple[Part, ...]
@@ -148,7 +148,7 @@ class ModelShape:
     stages: tuple["ModelShape", ...] = ()
     is_first: bool = True
     is_last: bool = True
-    beside: int = 0
+    second: int = 0
 
     @property
     def num_parameters(self) -> int:
@@ -267,7 +267,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
         tp=tp,
         of_experts=tuple(group.get("moe", False) for group in groups),
         ep=ep,
-        beside=sum(_folder_size(flags.frozen_folder) for flags in args.own.values()),
+        second=sum(_folder_size(flags.frozen_folder) for flags in args.own.values()),
     )
     for part in (part for part in parts if part.owners is not None):
         owners = part.owners(model, whole.flops, tower, args.size_of(part.axis))

@@ -33,7 +33,7 @@ def draft(base: dict[str, str], teacher: str) -> PlanDraft:
 
 
 def as_one_folder(base: dict[str, str]) -> str:
-    """A LLaVA of both models, in a folder beside theirs."""
+    """A LLaVA of both models, in a folder second theirs."""
     folder = Path(base["vision_tower"]).parent / "llava"
     llavas.write_hf(folder, base, llavas.hf_model(base))
     return str(folder)
@@ -75,8 +75,8 @@ def test_the_estimate_knows_the_teacher(tmp_path):
     folder = as_one_folder(toys.write_base(tmp_path / "wider", hidden_size=64))
     one = shape_of_folders(draft(base, folder).args)
     whole = shape_of_folders(draft(base, folder).args.replaced(model_name_or_path=folder, vision_tower=None))
-    assert one.beside == whole.num_parameters > one.num_parameters
-    alone = dataclasses.replace(one, beside=0)
+    assert one.second == whole.num_parameters > one.num_parameters
+    alone = dataclasses.replace(one, second=0)
     for stage, tp, shards in ((2, 1, 1), (3, 1, 4), (3, 2, 1)):
         both = [estimate(each, ZeroPlacement(stage), Setup(4, weight_bytes=4, tp=tp)) for each in (one, alone)]
-        assert both[0].weights - both[1].weights == 4 * -(-one.beside // shards)
+        assert both[0].weights - both[1].weights == 4 * -(-one.second // shards)
