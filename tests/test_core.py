@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 116,
-    "imported lines": 19019,
+    "imported lines": 19029,
     "files at the end": 185,
     "lines at the end": 27660,
     "feature words": 60,
     "kernel files": 39,
     "kernel lines": 5795,
-    "all lines": 73785,
+    "all lines": 74220,
 }
 
 # What one reads to understand training.
