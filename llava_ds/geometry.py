@@ -12,7 +12,7 @@ from llava_ds.boxes import LLAVA_BOXES, BoxFormat, CoordinateFrame, coordinate_u
 from llava_ds.config.arguments import DataArguments, ModelArguments
 from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError, DataError
 from llava_ds.layouts import ImageText, MediaLayout
-from llava_ds.tilings import AskedSize, Cut, Tiling
+from llava_ds.tilings import Cut, RequestedSize, Tiling
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ class ImageOptions:
         """Reason why one image or video can't have its own size."""
         return "a flag decides their size"
 
-    def asking(self, kind: Literal["image", "frames", "video"], size: AskedSize) -> "ImageOptions | None":
+    def asking(self, kind: Literal["image", "frames", "video"], size: RequestedSize) -> "ImageOptions | None":
         """Build the options for an image or video with a size set in its record; None if unsupported."""
         return None
 

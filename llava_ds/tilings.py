@@ -49,7 +49,7 @@ class Tiling(Protocol):
 
 
 @dataclass(frozen=True)
-class AskedSize:
+class RequestedSize:
     """Size of an image, or of each video frame, from the settings of its part of a message.
 
     least, most: pixels, per frame for a video; total: pixels of a video, counting two frames as one; resized: width and

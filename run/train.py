@@ -17,7 +17,7 @@ if __name__ == "__main__":
 import torch
 
 from llava_ds.extensions.active import choice
-from llava_ds.runtime.main_thread import older_objects_passed_over
+from llava_ds.runtime.main_thread import frozen_gc
 from llava_ds.runtime.output_lock import OutputLock
 from llava_ds.runtime.stopping import Stopping
 from llava_ds.runtime.watchdog import Watchdog
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
         Watchdog() as watchdog,  # this and the next one report this rank's end to the others
         Stopping(on_leaving=watchdog.leaving) as stop,
     ):
-        lock.tell_of(lambda: stop.is_asked)
+        lock.set_ending_check(lambda: stop.is_requested)
         return run(argv, lock, watchdog, stop)
 
 
@@ -50,7 +50,7 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
 
     session = build(plan, started, watchdog, stop)  # model, engine, restored state, largest micro-batch tried
     hooks = make_hooks(session)  # actions between steps
-    with older_objects_passed_over():
+    with frozen_gc():
         train(session, hooks)
     return finish(session, hooks)  # the export, or the requested end
 

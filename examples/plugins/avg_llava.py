@@ -84,7 +84,7 @@ class Granularities(ContentTokens):
     def _flags(self) -> Flags:
         return self.plan.args.own["avg_llava"]
 
-    def of_steps(self, plain):
+    def training_objective(self, plain):
         return Ranking(HiddenLoss(plain, "router", self._flags.avg_weight, lambda batch: self._at, self._values), self)
 
     def choose(self, model, batch: Batch, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

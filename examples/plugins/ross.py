@@ -61,7 +61,7 @@ class Reconstruction(SessionPart):
             raise ConfigError("--plugin ross.py needs a LLaVA whose tokens are the tower's patches, one to one")
         model.vision_tower.register_forward_hook(self._keep)
 
-    def of_steps(self, plain):
+    def training_objective(self, plain):
         return HiddenLoss(plain, "ross", self.plan.args.own["ross"].ross_weight, _features_at, self._values)
 
     def _keep(self, tower: nn.Module, inputs: tuple, features: torch.Tensor) -> None:

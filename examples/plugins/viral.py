@@ -80,7 +80,7 @@ class Alignment(SessionPart):
         self._size, self._patch = config.image_size, config.patch_size
         self._side = self.plan.model.tower.images.size // self.plan.model.tower.images.patch_size
 
-    def of_steps(self, plain):
+    def training_objective(self, plain):
         return HiddenLoss(plain, "viral", self.plan.args.own["viral"].viral_weight, _features_at, self._values)
 
     @torch.no_grad()

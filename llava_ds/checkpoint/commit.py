@@ -38,7 +38,7 @@ def begin(output_dir: Path, step: int, ranks: Ranks) -> Path:
     def make() -> None:
         recover(output_dir)
         for suffix in (_UNFINISHED, _REPLACED, _DELETED):
-            for path in _beside(output_dir, suffix):
+            for path in _leftovers(output_dir, suffix):
                 shutil.rmtree(path, ignore_errors=True)
         scratch.mkdir(parents=True)
 
@@ -100,12 +100,12 @@ def step_of(checkpoint: Path) -> int:
 
 def recover(output_dir: Path) -> None:
     """Restore a checkpoint that a newer save of the same step had moved away before it was killed."""
-    for path in _beside(output_dir, _REPLACED):
+    for path in _leftovers(output_dir, _REPLACED):
         if not (final := path.with_suffix("")).exists():
             path.rename(final)
 
 
-def _beside(output_dir: Path, suffix: str) -> list[Path]:
+def _leftovers(output_dir: Path, suffix: str) -> list[Path]:
     """List the folders with such a suffix that killed saves left."""
     return [path for path in output_dir.glob(f"checkpoint-*{suffix}") if _NAME.fullmatch(path.stem)]
 

@@ -21,7 +21,7 @@ from llava_ds.config.model_flags import (
     trains_projector_only,
 )
 from llava_ds.config.training_flags import TrainingArguments, steps_go_across_epochs
-from llava_ds.extensions.active import asked_for, flags_class, owners
+from llava_ds.extensions.active import flags_class, owners, requested
 from llava_ds.extensions.base import Axis, ExtensionFlags, ObjectiveTraits
 from llava_ds.extensions.table import EXTENSIONS
 
@@ -60,7 +60,7 @@ def loaded(own: Mapping[str, ExtensionFlags], core: Iterable[object] = ()) -> di
     """Select the extensions of a run, in the table's order: those always on, requested by a flag of the core, or with a
     flag that differs from its default. own: flags by extension; core: the sections of the core."""
     values = {name: value for section in core for name, value in vars(section).items()}
-    found = {name: flags_class(name)() for name in asked_for(values)}
+    found = {name: flags_class(name)() for name in requested(values)}
     by_flags = {name: flags for name, flags in own.items() if not EXTENSIONS[name].adds and flags != type(flags)()}
     found |= {name: own[name] for name in found if name in own} | by_flags
     return {name: found[name] for name in EXTENSIONS if name in found}
@@ -189,7 +189,7 @@ class Arguments:
 
         model, data, training = map(with_values, (self.model, self.data, self.training))
         core = model, data, training
-        own = {**{name: flags_class(name)() for name in asked_for(values)}, **loaded(self.own, core)}
+        own = {**{name: flags_class(name)() for name in requested(values)}, **loaded(self.own, core)}
         own = loaded({name: with_values(flags) for name, flags in own.items()}, core)
         return dataclasses.replace(self, model=model, data=data, training=training, own=own)
 

@@ -129,7 +129,7 @@ def number(kind: type) -> Callable[[str], float]:
     return read
 
 
-def part_of_steps_problem(name: str, value: float | None) -> Iterator[str]:
+def step_share_problem(name: str, value: float | None) -> Iterator[str]:
     """Describe a value that is not a valid number of steps, and not a fraction of all steps."""
     if value is not None and math.isfinite(value) and value >= 1 and value != int(value):
         yield f"--{name} is {value:g}: give a whole number of steps, or a part of all steps below 1"

@@ -25,7 +25,7 @@ from llava_ds.constants import (
     FlagProblems,
     in_short,
 )
-from llava_ds.extensions.active import asked_for, flags_class, owners, plugins
+from llava_ds.extensions.active import flags_class, owners, plugins, requested
 from llava_ds.extensions.table import EXTENSIONS, Trigger
 
 KINDS = {int: "not a whole number", float: "not a number", string_to_bool: "neither True nor False"}
@@ -199,7 +199,7 @@ def _parsed(
     recipe, defaults = _without_contradictions(recipe, defaults or {}, written)
     words = [f"--{k}={v}" for flags in (defaults, recipe) for k, v in flags.items() if v is not None] + argv
     names = {name.replace("-", "_") for name in (*defaults, *recipe)} | written
-    extensions = asked_for(dict.fromkeys(names) | _chosen_values(words))
+    extensions = requested(dict.fromkeys(names) | _chosen_values(words))
     parser = build_parser(extensions)
     for name in sorted(names):
         if (owned := owners([name])) and not set(owned) & set(extensions):  # a rule refuses it for this value
@@ -343,8 +343,8 @@ def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
     if ("data_path" in flags or traits.draws) and not flags & {"eval_fraction", "eval_data_path"}:
         flags |= {"eval_fraction", "eval_steps"}
     if traits.scores:  # gives no answers
-        asked_for = map(flags_class, owners(defaults))
-        flags |= {flag for section in asked_for if section.needs_text for flag in declared_by(section)}
+        requested = map(flags_class, owners(defaults))
+        flags |= {flag for section in requested if section.needs_text for flag in declared_by(section)}
     return {name: value for name, value in defaults.items() if name not in flags}
 
 

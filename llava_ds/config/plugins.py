@@ -206,15 +206,15 @@ def _flags(name: str, given: object, extension: Extension, where: str) -> type[E
             raise ConfigError(f'{where}: Flags.{field.name}: declare it by a function from flags_of("{name}")')
     if "needs" not in vars(given):
         given.needs = UNTRIED
-    if "asked_by" not in vars(given):
-        given.asked_by = functools.partialmethod(_asked_by, where)
+    if "requested_by" not in vars(given):
+        given.requested_by = functools.partialmethod(_requested_by, where)
     given.of_model = given.of_model or extension.module is not None
     given.differs = given.differs or getattr(extension.part, "differs", "")
     given.problems = functools.partialmethod(_problems, given.problems, extension, where)
     return given
 
 
-def _asked_by(flags: ExtensionFlags, where: str) -> str:
+def _requested_by(flags: ExtensionFlags, where: str) -> str:
     given = (name for name, value in vars(flags).items() if value != getattr(type(flags), name))
     return next((f"--{name} {getattr(flags, name)}" for name in given), where)
 

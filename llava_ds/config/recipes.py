@@ -4,8 +4,6 @@ import os
 import re
 from pathlib import Path
 
-import yaml
-
 from llava_ds.constants import ConfigError, in_short
 from llava_ds.files.writing import path_problem
 
@@ -48,6 +46,8 @@ def recipe_of(argv: list[str]) -> str | None:
 
 def read_recipe(path: str | Path) -> dict[str, object]:
     """Read the flags of a recipe. Raises ConfigError if it is not a flat mapping of scalars."""
+    import yaml  # slow for a command that has no recipe
+
     if problem := path_problem(str(path)):
         raise ConfigError(f"--recipe {problem}")
     file = Path(os.path.expanduser(found(str(path), RECIPES, ".yaml")))

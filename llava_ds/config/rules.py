@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 from llava_ds.config.arguments import Arguments, declared_by
-from llava_ds.config.bounds import out_of_bounds, part_of_steps_problem, range_of_values, seconds_of
+from llava_ds.config.bounds import out_of_bounds, range_of_values, seconds_of, step_share_problem
 from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.config.model_flags import (
     TUNABLE_PARTS,
@@ -81,8 +81,8 @@ def problems_of(args: Arguments, to_train: bool) -> list[str]:
     # Settings that change the model are checked wherever the model is read.
     problems += [line for flags in args.own.values() if to_train or flags.of_model for line in flags.problems(args)]
     if to_train:
-        unasked = [flags_class(name) for name in owners(args.given) if name not in args.own]
-        problems += [line for flags in unasked for line in flags.unasked(args)]
+        inactive = [flags_class(name) for name in owners(args.given) if name not in args.own]
+        problems += [line for flags in inactive for line in flags.inactive_problems(args)]
     return [*problems, *last_layers(args), *rows_of_tokens(args)]
 
 
@@ -250,7 +250,7 @@ def evaluations(args: Arguments) -> Iterator[str]:
     data, training = args.data, args.training
     if data.eval_fraction and data.eval_data_path:
         yield "--eval_fraction and --eval_data_path are both given: choose one"
-    yield from part_of_steps_problem("eval_steps", training.eval_steps)
+    yield from step_share_problem("eval_steps", training.eval_steps)
     if training.eval_strategy in ("steps", "epoch") and training.eval_steps == 0 and "eval_steps" in args.given:
         yield (
             f"--eval_steps 0 and --eval_strategy {training.eval_strategy}: the one computes the eval loss at the end "

@@ -77,7 +77,7 @@ def find_answers(
             raise DataError(UNWRITTEN_CALLS if answer.has_calls else LEFT_OUT)
         last = k + len(own) - 1
         if answer.has_calls:
-            length = _length_behind(_split(marked_up_to(answer.turn), values), answer, around, (k, last))
+            length = _length_after(_split(marked_up_to(answer.turn), values), answer, around, (k, last))
         else:
             end = special.match(around[last + 1])
             length = end.end() if end else 0
@@ -120,7 +120,7 @@ def _written(text: str, place: int, value: str | None, after: str) -> str:
     raise DataError(UNSTABLE)
 
 
-def _length_behind(
+def _length_after(
     alone: tuple[list[str], list[tuple[int, str]]], answer: AnswerParts, around: list[str], parts: tuple[int, int]
 ) -> int:
     """Return how many characters after the last marker still belong to an answer with tool calls.

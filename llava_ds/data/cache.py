@@ -186,7 +186,7 @@ def put_in_place(scratch: Path, final: Path) -> bool:
 
 
 @contextlib.contextmanager
-def scratch_beside(folder: Path) -> Iterator[Path]:
+def cache_scratch(folder: Path) -> Iterator[Path]:
     """Create a scratch folder for this process, deleted on exit unless it was renamed."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder.parent)

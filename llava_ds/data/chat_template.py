@@ -196,7 +196,7 @@ def _segments(chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: AnswerPro
     for (turn, message), found in zip(chat.answers.items(), _answers(chat, text, tokenizer, source, prompt)):
         start = prompt.end_before(text, found.start)
         if start is None and (message.thought is not None or message.tool_calls):
-            start = _behind_header(text, (floor, found.start), chat, turn, (tokenizer, source))
+            start = _start_after_header(text, (floor, found.start), chat, turn, (tokenizer, source))
         start = found.start if start is None else start
         spans.append(Span(start, found.end, 0, message.weight, found.thought_left_out))
         floor = found.end
@@ -237,7 +237,7 @@ def _answers(
         raise DataError(f"the chat template drops or changes a thought in an answer's text: {error}") from None
 
 
-def _behind_header(
+def _start_after_header(
     text: str, between: tuple[int, int], chat: _Chat, turn: int, template: tuple[PreTrainedTokenizerBase, str]
 ) -> int:
     """Return where an answer with a thought or calls begins: after the prompt, or after the part of it that every

@@ -26,12 +26,12 @@ from llava_ds.data.encoded_rows import (
     FIELDS,
     OTHER_COLUMNS,
     layout_of,
-    may_be_used_now,
     media_from_text,
     media_of_text,
     place_of,
     reasons_in_short,
     rejections,
+    would_be_accepted,
 )
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.fingerprint import (
@@ -296,7 +296,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         fewer than two samples.
         """
         number = len(self)
-        num_held_out = num_of_part(number, fraction)
+        num_held_out = num_held_back(number, fraction)
 
         def part(name: str, those: slice) -> EncodedDataset:
             def draw() -> np.ndarray:
@@ -405,7 +405,7 @@ def _unread_lines(facts: dict[str, object]) -> list[str]:
     return lines
 
 
-def num_of_part(number: int, fraction: float) -> int:
+def num_held_back(number: int, fraction: float) -> int:
     """Number of samples that --eval_fraction holds back. Raises DataError if no training sample would remain."""
     if number < 2:
         raise DataError(f"--eval_fraction {fraction} holds samples back, but there is only {number}: bring more")
@@ -701,7 +701,7 @@ def _why_outdated(rows: CachedRows, spec: DataSpec, share: tuple[int, int], proc
         return "an image file that was read has changed since the data was checked"
     table, index = rows.table, index_of(rows.table, rows.folder)
     part = slice(share[0], None, share[1])
-    if may_be_used_now(table, table.files_of(index.rejected)[part], lambda: spec.checker):
+    if would_be_accepted(table, table.files_of(index.rejected)[part], lambda: spec.checker):
         return "a file that was missing or broken can be used now"
     samples = index.accepted
     with_images = table.files_of(samples.rows[samples.num_images > 0])

@@ -176,7 +176,7 @@ def reasons_in_short(reasons: list[str], most: int = 8) -> list[str]:
     return lines + ([f"  and {len(kinds) - most} more reasons"] if len(kinds) > most else [])
 
 
-def may_be_used_now(
+def would_be_accepted(
     table: RowTable, numbers: Sequence[int], check: Callable[[], Callable[[pa.Table], pa.Table]]
 ) -> bool:
     """True if a record that was rejected for a missing or broken file would be accepted now.

@@ -50,14 +50,14 @@ def write_errors(folder: str | os.PathLike, what: str, flag: str = "--cache_dir"
         reason = error.strerror or error
         if error.errno in LACKING:
             raise ConfigError(f"{what} can't be made: {reason}: {LACKING[error.errno]}") from error
-        if error.errno not in UNWRITABLE if error.filename is None else not _lies_in(folder, error.filename):
+        if error.errno not in UNWRITABLE if error.filename is None else not _is_within(folder, error.filename):
             raise
         raise ConfigError(
             f"{what} can't be written to {folder}: {reason}: make room there, or name another {flag}"
         ) from error
 
 
-def _lies_in(folder: str | os.PathLike, path: str | bytes | int) -> bool:
+def _is_within(folder: str | os.PathLike, path: str | bytes | int) -> bool:
     """True if the path of an OSError is the folder, inside it, or above it."""
     if isinstance(path, int):  # a descriptor
         return False

@@ -50,7 +50,7 @@ def most_worked(plan: StepPlan, done: int, tried: list[int]) -> list[int]:
     laying out all steps would take long.
     """
     packing, left = plan.packing, (plan.num_steps - done) * plan.batch_size
-    if packing.tokens_per_micro_batch is None or not any(packing.costs_beside) or left > PLANNED_SAMPLES:
+    if packing.tokens_per_micro_batch is None or not any(packing.other_costs) or left > PLANNED_SAMPLES:
         return []
     if not plan.dataset.is_whole:
         return []
@@ -91,12 +91,12 @@ def _heaviest_step(plan: StepPlan, done: int) -> int:
 
 def most_work(plan: StepPlan) -> np.ndarray:
     """Upper bound of each sample's cost in any step, (samples,) int64 (packing.sample_costs)."""
-    from llava_ds.data.packing import work_beside
+    from llava_ds.data.packing import other_work
 
     tokens, *others = plan.dataset.sizes
     tokens = tokens.astype(np.int64)
     attention = (plan.packing.pair_cost * tokens**2).astype(np.int64)
-    return tokens + attention + np.ceil(work_beside(others, plan.packing.costs_beside)).astype(np.int64)
+    return tokens + attention + np.ceil(other_work(others, plan.packing.other_costs)).astype(np.int64)
 
 
 def _most_tokens(plan: StepPlan, done: int) -> int:

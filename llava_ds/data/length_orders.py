@@ -42,7 +42,7 @@ def by_length(
     Source: LLaVA's get_length_grouped_indices.
     """
     lengths = np.asarray(lengths, np.int32)
-    return _evened_steps(permutation(len(lengths), generator), lengths, micro_batch_size, num_micro_batches)
+    return _balanced_steps(permutation(len(lengths), generator), lengths, micro_batch_size, num_micro_batches)
 
 
 def by_length_next(
@@ -59,7 +59,7 @@ def by_length_next(
     order = _sorted_parts(permutation(len(lengths), generator), -lengths, sorted_together)
     longest = sorted_together * int(np.argmax(lengths[order[::sorted_together]]))
     order[0], order[longest] = order[longest], order[0]
-    return _shuffled_parts(_evened_steps(order, lengths, micro_batch_size, num_micro_batches), step_size, generator)
+    return _shuffled_parts(_balanced_steps(order, lengths, micro_batch_size, num_micro_batches), step_size, generator)
 
 
 def by_varying_length(
@@ -146,7 +146,9 @@ def _shuffled_parts(order: np.ndarray, size: int, generator: torch.Generator) ->
     return np.concatenate(parts)
 
 
-def _evened_steps(order: np.ndarray, lengths: np.ndarray, micro_batch_size: int, num_micro_batches: int) -> np.ndarray:
+def _balanced_steps(
+    order: np.ndarray, lengths: np.ndarray, micro_batch_size: int, num_micro_batches: int
+) -> np.ndarray:
     """Spread the samples of each step over its micro-batches, in place.
 
     Within a step, samples are placed longest first, each into the shortest micro-batch with room (LLaVA's split). A

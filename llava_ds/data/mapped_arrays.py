@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llava_ds.data.cache import put_in_place, scratch_beside
+from llava_ds.data.cache import cache_scratch, put_in_place
 from llava_ds.runtime.ranks import print_first
 
 FACTS = "facts.json"
@@ -72,7 +72,7 @@ def _opened(folder: Path) -> Mapped | None:
 
 
 def _write(folder: Path, made: Mapped) -> None:
-    with scratch_beside(folder) as scratch:
+    with cache_scratch(folder) as scratch:
         for name, array in made.arrays.items():
             with open(scratch / f"{name}.npy", "wb") as file:
                 np.save(file, array)

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from llava_ds.constants import DataError
 from llava_ds.geometry import ImageOptions
-from llava_ds.tilings import AskedSize
+from llava_ds.tilings import RequestedSize
 from llava_ds.videos import Clip
 
 SIZES = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")
@@ -56,7 +56,7 @@ def _clip(kind: str, asked: dict[str, float], options: ImageOptions) -> Clip:
     return Clip(None, asked.get("fps"), asked.get("nframes"), least, most, start, end, factor, chooses=True)
 
 
-def _size(asked: dict[str, float]) -> AskedSize:
+def _size(asked: dict[str, float]) -> RequestedSize:
     given = [asked.get(name) for name in ("resized_width", "resized_height")]
     if given.count(None) == 1:
         name = ("resized_width", "resized_height")[given.index(None) - 1]
@@ -64,7 +64,7 @@ def _size(asked: dict[str, float]) -> AskedSize:
     least, most = asked.get("min_pixels"), asked.get("max_pixels")
     if least is not None and most is not None and least > most:
         raise _refused("min_pixels", f"an image of at most {most} pixels: it is {least}")
-    return AskedSize(least, most, asked.get("total_pixels"), None if None in given else tuple(given))
+    return RequestedSize(least, most, asked.get("total_pixels"), None if None in given else tuple(given))
 
 
 def _refused(name: str, why: str) -> DataError:

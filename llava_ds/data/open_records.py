@@ -15,7 +15,7 @@ from llava_ds.data.file_slices import read_errors, write_errors
 from llava_ds.data.fingerprint import EncodingOptions, digest_of
 from llava_ds.data.known_records import KnownRecords, KnownSource
 from llava_ds.data.preflight import Checker
-from llava_ds.data.prompt_check import refuse_unasked
+from llava_ds.data.prompt_check import refuse_unmatched_prompts
 from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_columns
 from llava_ds.data.sources.open import MIXTURE_SUFFIXES
 from llava_ds.data.sources.source import short_names
@@ -65,7 +65,7 @@ def facts_of(checker: Checker, cache_dir: Path) -> KnownRecords:
     """
     names = short_names([source.path for source in checker.sources])
     sources = [_facts_of(source, name, cache_dir) for source, name in zip(checker.sources, names)]
-    refuse_unasked(checker.prompts, checker.sources)
+    refuse_unmatched_prompts(checker.prompts, checker.sources)
     return KnownRecords(sources=sources, are_pairs=checker.takes_pairs, earlier=None)
 
 

@@ -51,26 +51,26 @@ def plans_across_epochs(
 
 
 def sample_costs(
-    tokens: np.ndarray, others: Sequence[np.ndarray], pair_cost: float, costs_beside: Sequence[float]
+    tokens: np.ndarray, others: Sequence[np.ndarray], pair_cost: float, other_costs: Sequence[float]
 ) -> np.ndarray:
     """Cost of each sample of a step, (samples,) int64: all its work, in units of one token.
 
     others: each sample's supervised tokens, tiles and pairs of tiles, or nothing. A sample of L tokens costs
-    L + pair_cost L**2 (matrices and attention) and costs_beside times the others (output layer and tower), both in
+    L + pair_cost L**2 (matrices and attention) and other_costs times the others (output layer and tower), both in
     units of one token's matrices. The unit includes the work that every sample has per token, so that samples without
     images and with equal shares of supervised tokens cost L + pair_cost L**2.
     """
     costs = tokens + (pair_cost * tokens**2).astype(np.int64)
-    if not len(others) or not any(costs_beside) or not len(tokens):
+    if not len(others) or not any(other_costs) or not len(tokens):
         return costs
-    beside = work_beside(others, costs_beside)
+    beside = other_work(others, other_costs)
     common = (beside / tokens).min()
     return costs + ((beside - common * tokens) / (1 + common)).astype(np.int64)
 
 
-def work_beside(others: Sequence[np.ndarray], costs_beside: Sequence[float]) -> np.ndarray:
-    """Work of each sample in the output layer and the tower, in tokens. others, costs_beside: as in sample_costs."""
-    return sum(cost * np.asarray(each) for cost, each in zip(costs_beside, others, strict=True))
+def other_work(others: Sequence[np.ndarray], other_costs: Sequence[float]) -> np.ndarray:
+    """Work of each sample in the output layer and the tower, in tokens. others, other_costs: as in sample_costs."""
+    return sum(cost * np.asarray(each) for cost, each in zip(other_costs, others, strict=True))
 
 
 def plan_by_tokens(
@@ -84,13 +84,13 @@ def plan_by_tokens(
     """
     lengths, costs = np.asarray(lengths, np.int64), np.asarray(costs, np.int64)
     fewest = _whole_rounds(_least_packs(lengths, max_tokens), dp)
-    packs = _even_packs(lengths, costs, fewest, max_tokens)
+    packs = _balance_packs(lengths, costs, fewest, max_tokens)
     if packs is None:
         full = _best_fit(lengths, max_tokens)
         most = _whole_rounds(len(full), dp)
         # One round more than the arithmetic minimum often suffices where best fit needs two.
         for num_packs in sorted({min(fewest + dp, most), most} - {fewest}):
-            packs = packs or _even_packs(lengths, costs, num_packs, max_tokens)
+            packs = packs or _balance_packs(lengths, costs, num_packs, max_tokens)
         packs = packs or _filled_up(full, lengths, costs, most, max_tokens)
     # The heaviest pack is the first to run out of memory: run it first, not after an hour.
     sizes, places = _joined(packs)
@@ -130,17 +130,17 @@ def _least_packs(lengths: np.ndarray, max_tokens: int) -> int:
     return max(halves, int(own.sum()) - (-total // max_tokens))
 
 
-def _even_packs(lengths: np.ndarray, costs: np.ndarray, num_packs: int, max_tokens: int) -> list[list[int]] | None:
+def _balance_packs(lengths: np.ndarray, costs: np.ndarray, num_packs: int, max_tokens: int) -> list[list[int]] | None:
     """Distribute sample positions over packs of nearly equal cost; None if these exceed the bound."""
     count = max(1, len(lengths))
     packs, loads = _spread(costs, num_packs)
-    _even(packs, loads, count, int(_EVEN_ENOUGH * sum(loads) / num_packs), 0)
+    _balance(packs, loads, count, int(_EVEN_ENOUGH * sum(loads) / num_packs), 0)
     sizes, entries = _joined(packs)
     places = entries % count
     tokens = _sums(sizes, lengths[places])
     if tokens.max() > max_tokens:  # packs of equal cost may differ in length
         packs = [sorted(pack) for pack in _parts(sizes, places - lengths[places] * count)]
-        _even(packs, tokens.tolist(), count, 0, max_tokens)
+        _balance(packs, tokens.tolist(), count, 0, max_tokens)
         sizes, entries = _joined(packs)
         places = entries % count
         tokens = _sums(sizes, lengths[places])
@@ -149,16 +149,16 @@ def _even_packs(lengths: np.ndarray, costs: np.ndarray, num_packs: int, max_toke
     packs, by_length = _parts(sizes, places), np.argsort(lengths, kind="stable")
     if (np.diff(costs[by_length]) >= 0).all():  # packs of equal length are of nearly equal cost
         return packs
-    return _even_within(packs, lengths, costs, max_tokens)
+    return _balance_within(packs, lengths, costs, max_tokens)
 
 
-def _even_within(packs: list[list[int]], lengths: np.ndarray, costs: np.ndarray, max_tokens: int) -> list[list[int]]:
+def _balance_within(packs: list[list[int]], lengths: np.ndarray, costs: np.ndarray, max_tokens: int) -> list[list[int]]:
     """Even out packs of sample positions by cost. Packs within max_tokens tokens stay within it."""
     count, cost_of = len(lengths), costs.tolist()
     entries = [sorted([i - cost_of[i] * count for i in pack]) for pack in packs]
     loads = [sum([cost_of[i] for i in pack]) for pack in packs]
     within = functools.partial(_exchange_within, tokens=lengths.tolist(), max_tokens=max_tokens)
-    _even(entries, loads, count, int(_EVEN_ENOUGH * sum(loads) / len(loads)), 0, within)
+    _balance(entries, loads, count, int(_EVEN_ENOUGH * sum(loads) / len(loads)), 0, within)
     return [[entry % count for entry in pack] for pack in entries]
 
 
@@ -225,11 +225,11 @@ def _filled_up(
         for half in (p, len(filled) - 1):
             if len(filled[half]) > 1:
                 heapq.heappush(heap, (-loads[half], half))
-    evened = _even_within([[entry % count for entry in pack] for pack in filled], lengths, costs, max_tokens)
+    evened = _balance_within([[entry % count for entry in pack] for pack in filled], lengths, costs, max_tokens)
     return evened + [[] for _ in range(num_packs - len(filled))]
 
 
-def _even(
+def _balance(
     packs: list[list[int]],
     loads: list[int],
     count: int,

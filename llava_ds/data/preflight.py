@@ -26,7 +26,7 @@ from llava_ds.data.encoded_rows import (
     media_to_text,
 )
 from llava_ds.data.grounding import write_objects
-from llava_ds.data.prompt_check import PromptCheck, with_asked_prompt
+from llava_ds.data.prompt_check import PromptCheck, with_generation_prompt
 from llava_ds.data.sample import IMAGE_LEFT_OUT, Media, Sample, Transcript
 from llava_ds.data.seen_files import SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
@@ -101,7 +101,7 @@ class Checker:
     ) -> Encoded | DataError:
         """Attach the generation prompt to an encoded conversation. Returns a DataError if it has no valid prompt."""
         try:
-            return with_asked_prompt(self.encoder, *conversation, one) if isinstance(one, Encoded) else one
+            return with_generation_prompt(self.encoder, *conversation, one) if isinstance(one, Encoded) else one
         except DataError as error:
             return error
 

@@ -242,7 +242,7 @@ def _why(prompt: list[int], whole: Encoded, texts: tuple[str, str]) -> str | Non
     return None if behind[:last].all() else "not every token after the prompt is learned"
 
 
-def with_asked_prompt(encoder: Encoder, conversation: Transcript, marks: Marks, coded: Encoded) -> Encoded:
+def with_generation_prompt(encoder: Encoder, conversation: Transcript, marks: Marks, coded: Encoded) -> Encoded:
     """Prefix an encoded conversation with the generation prompt of its last answer; only that answer is supervised.
 
     coded: the conversation as encoded for training; its tokens after the prompt are kept if they are the answer alone.
@@ -268,7 +268,7 @@ def _is_next(encoder: Encoder, conversation: Transcript, marks: Marks) -> bool:
     return learned[len(asked) :].lstrip().startswith(conversation.messages[-1].text.strip())
 
 
-def refuse_unasked(check: PromptCheck, sources: Sequence[Source]) -> None:
+def refuse_unmatched_prompts(check: PromptCheck, sources: Sequence[Source]) -> None:
     """Raise ConfigError if none of the first records of any source matches its prompt.
 
     Single mismatching records are reported by PromptCheck.reason.

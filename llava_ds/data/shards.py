@@ -36,7 +36,7 @@ from llava_ds.data.sources.embedded import IMAGES
 from llava_ds.files.reading import read_json
 from llava_ds.files.writing import flush, flush_and_hash, write_whole
 from llava_ds.runtime.children import begin_helper
-from llava_ds.runtime.main_thread import older_objects_passed_over
+from llava_ds.runtime.main_thread import frozen_gc
 from llava_ds.runtime.output_lock import Process
 from llava_ds.runtime.processes import end_with_parent
 from llava_ds.runtime.ranks import progress_bar
@@ -106,7 +106,7 @@ def encode_together(
     most = num_workers or len(os.sched_getaffinity(0))
     claims = Claims(work.path)
     with (
-        older_objects_passed_over(collect=False),
+        frozen_gc(collect=False),
         _Helpers(work, checker, most) as helpers,
         progress_bar(desc="checking and encoding", delay=2, **({"disable": True} if order else {})) as bar,
     ):

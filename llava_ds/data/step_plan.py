@@ -47,7 +47,7 @@ class Packing:
     dp: number of rank groups with separate samples; axes: split the samples further among the ranks of a group.
     tokens_per_micro_batch: packs of at most this many tokens, evened out by cost; None: micro-batches by count.
     across_epochs: steps of whole micro-batches that continue into the next epoch, as in LLaVA's trainer. pair_cost,
-    costs_beside: of a sample's parts (packing.sample_costs).
+    other_costs: of a sample's parts (packing.sample_costs).
     """
 
     dp: int
@@ -56,7 +56,7 @@ class Packing:
     tokens_per_micro_batch: int | None
     across_epochs: bool = False
     pair_cost: float = 0.0
-    costs_beside: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    other_costs: tuple[float, float, float] = (0.0, 0.0, 0.0)
     axes: tuple[Axis, ...] = ()
 
     @classmethod
@@ -124,7 +124,7 @@ class Packing:
         """Cost of each sample of a step in tokens, int64. others: the other EncodedDataset.sizes (default: 0)."""
         from llava_ds.data.packing import sample_costs
 
-        return sample_costs(tokens, others, self.pair_cost, self.costs_beside)
+        return sample_costs(tokens, others, self.pair_cost, self.other_costs)
 
     def lay_out_all(self, dataset: EncodedDataset) -> list[list[list[int]]]:
         """Lay out a whole data set as one step, with equally many micro-batches on every rank."""
@@ -152,7 +152,7 @@ class StepPlan:
         return self.packing.batch_size
 
     @property
-    def samples_of_most(self) -> int:
+    def samples_per_step(self) -> int:
         """Samples of most optimizer steps: fewer than the batch size where an epoch has fewer and ends a step."""
         num_samples = len(self.dataset)
         is_short = not self.packing.across_epochs or self.packing.ends_epochs_within_steps(num_samples)

@@ -108,7 +108,7 @@ def find_form(render: Render, as_parts: bool) -> TurnForm:
     form = _find_thought(form, render, question, before)
     form = _find_calls(form, render, question)
     if form.calls and not form.thought:
-        form = _find_thought_beside_calls(form, render, question, before)
+        form = _find_thought_with_calls(form, render, question, before)
     found = _rendered(render, [question, plain], tools=[_TOOL])
     return replace(form, tools=_NAME in found and "Qkeyq" in found)
 
@@ -132,7 +132,7 @@ def _tags(form: TurnForm, text: str, before: str, around: tuple[int, int]) -> tu
     return (THINK, own) if all(own) and own != THINK else (THINK,)
 
 
-def _find_thought_beside_calls(form: TurnForm, render: Render, question: dict, before: str) -> TurnForm:
+def _find_thought_with_calls(form: TurnForm, render: Render, question: dict, before: str) -> TurnForm:
     """Find a thought that is written only with calls, as in Gemma 4's templates."""
     for way in ("field", "part"):
         tried = replace(form, thought=way, beside_calls=True)

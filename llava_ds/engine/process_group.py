@@ -64,7 +64,7 @@ def init_ranks() -> Ranks:
         # No answer, port taken, or ranks missing; gloo has no error type of its own.
         if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error).lower():
             raise
-        raise ConfigError(_did_not_meet(error)) from error
+        raise ConfigError(_missing_ranks_message(error)) from error
     ranks = Ranks(torch.distributed.get_rank(), local_rank, torch.distributed.get_world_size(), device, patient)
     check_same(_versions(), ranks, "install the same on every machine: pip install -c constraints.txt -e .")
     return ranks
@@ -144,7 +144,7 @@ def _choose_gloo_interface(master_addr: str) -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def _did_not_meet(error: Exception) -> str:
+def _missing_ranks_message(error: Exception) -> str:
     """Return the message for ranks that did not connect."""
     env = os.environ
     reason = str(error).strip().splitlines()[0]

@@ -95,7 +95,7 @@ def write_model(engine, export: ExportPlan, ranks: Ranks, folder: Path) -> None:
         raise _refusal(error) or error from error
 
 
-def export_beside(name: str, engine, export: ExportPlan, training: TrainingArguments, ranks: Ranks) -> Path:
+def export_to_subfolder(name: str, engine, export: ExportPlan, training: TrainingArguments, ranks: Ranks) -> Path:
     """Write the current model into a folder in --output_dir, and return the folder. Collective.
 
     Raises DataError if the disk refuses it.

@@ -45,11 +45,11 @@ def hf_tokenizer(
     tokenizer.padding_side = "left"
     if template_is_ours and begins_with_bos(tokenizer):
         leave_bos_to_template(tokenizer)
-    _keep_space_behind_image(tokenizer)
+    _keep_space_after_image(tokenizer)
     return tokenizer, new
 
 
-def _keep_space_behind_image(tokenizer: PreTrainedTokenizerBase) -> None:
+def _keep_space_after_image(tokenizer: PreTrainedTokenizerBase) -> None:
     """Give the line break after <image> the dummy space it had in training, where pieces were tokenized separately.
 
     transformers 5's Llama tokenizer adds it only before a text's first piece.

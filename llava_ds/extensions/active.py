@@ -147,9 +147,9 @@ def record_fields() -> "dict[str, RecordFields]":
     return {name: fields for name, fields in found.items() if fields is not None}
 
 
-def asked_for(given: Mapping[str, object]) -> list[str]:
+def requested(given: Mapping[str, object]) -> list[str]:
     """Return the extensions that these flag values request; for an extension's own flags only the names count."""
-    return [name for name, trigger in EXTENSIONS.items() if trigger.asked_for(given)]
+    return [name for name, trigger in EXTENSIONS.items() if trigger.requested(given)]
 
 
 def flags_class(name: str) -> type[ExtensionFlags]:

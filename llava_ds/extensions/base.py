@@ -218,7 +218,7 @@ class ExtensionFlags:
     def features(self) -> Iterator[tuple[str, Mapping[str, str], tuple[str, ...]]]:
         """Yield each requested feature: its flag and value, its needs with reasons, and the properties it breaks."""
         if self.needs or self.breaks:
-            yield self.asked_by(), self.needs, self.breaks
+            yield self.requested_by(), self.needs, self.breaks
 
     def projector_files(self) -> dict[str, str]:
         """Files of weights, stored with an adapter, that replace the model's projector, newline and tower; by flag."""
@@ -265,7 +265,7 @@ class ExtensionFlags:
         yield from ()
 
     @classmethod
-    def unasked(cls, args: "Arguments") -> Iterator[str]:
+    def inactive_problems(cls, args: "Arguments") -> Iterator[str]:
         """Yield such lines if flags were given, all with their defaults, so that the run lacks the extension."""
         yield from ()
 
@@ -273,7 +273,7 @@ class ExtensionFlags:
         """Yield a line for every conflict with the DeepSpeed JSON. config: with its "auto" values filled in."""
         yield from ()
 
-    def asked_by(self) -> str:
+    def requested_by(self) -> str:
         """Return the flag that requests the extension, with its value: the first one that differs from its default."""
         name = next(name for name, value in vars(self).items() if value != getattr(type(self), name))
         return f"--{name} {getattr(self, name)}"
@@ -381,11 +381,11 @@ class Measure:
         """The reason to end the run, by the evaluations so far; on rank 0."""
 
 
-class Asked(NamedTuple):
-    """An extension's measure at every evaluation, in Plan.own. asks: creates the measure from the model, on all ranks
+class EvalMeasure(NamedTuple):
+    """An extension's measure at every evaluation, in Plan.own. create: makes the measure from the model, on all ranks
     together, before the engine starts (it changes the model's modules); numbers: names of scores."""
 
-    asks: Callable[["LlavaModel"], Measure]
+    create: Callable[["LlavaModel"], Measure]
     numbers: tuple[str, ...]
 
 
@@ -430,7 +430,7 @@ class SessionPart:
         """Return the windows of the remaining steps after `done` steps. plain: the windows without the extension."""
         return plain
 
-    def of_steps(self, plain: "Objective") -> "Objective":
+    def training_objective(self, plain: "Objective") -> "Objective":
         """Return the objective of training steps. plain: the objective of evaluations."""
         return plain
 

@@ -36,7 +36,7 @@ class Trigger(NamedTuple):
     file: str = ""
     digest: str = ""
 
-    def asked_for(self, given: Mapping[str, object]) -> bool:
+    def requested(self, given: Mapping[str, object]) -> bool:
         """Return True if flags with these values load it. For its own flags only the names count."""
         if self.adds:
             return any(given.get(flag) in own for flag, own in self.adds.items())

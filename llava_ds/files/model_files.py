@@ -302,7 +302,7 @@ def _check_says(content: dict, file: Path) -> None:
     for key, value in content.items():
         if _NAMES_FILES.fullmatch(key) and not (file.name == "tokenizer_config.json" and key in _NEVER_READ):
             for name in value if isinstance(value, list) else [value]:
-                if name is not None and not _is_beside(name, key, file):
+                if name is not None and not _is_in_folder(name, key, file):
                     raise DataError(
                         f"{file.name} says {key} {shown(name)}, not a file in its folder: take it out, or copy the "
                         "folder again"
@@ -311,7 +311,7 @@ def _check_says(content: dict, file: Path) -> None:
         raise DataError(f"{file.name} says {problem}")
 
 
-def _is_beside(name: object, key: str, file: Path) -> bool:
+def _is_in_folder(name: object, key: str, file: Path) -> bool:
     """True for the name of a file in the same folder. In tokenizer_config.json, paths of another machine are common,
     and harmless if no such file exists."""
     if not isinstance(name, str):

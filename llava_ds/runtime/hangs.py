@@ -71,7 +71,7 @@ class Known:
         return f"rank {self.beat.rank} on {self.host} (pid {self.pid})"
 
 
-def behind(known: list[Known], silent_after_s: float) -> tuple[list[Known], str]:
+def late_ranks(known: list[Known], silent_after_s: float) -> tuple[list[Known], str]:
     """Return the ranks that the others wait for, and the evidence.
 
     In this order: ranks without a sign of life; ranks in an earlier phase or step than others; ranks whose main thread
@@ -97,7 +97,7 @@ def standstill(known: list[Known], silent_after_s: float, samples: dict[int, str
 
     samples: text about a rank's samples, by rank.
     """
-    late, how = behind(known, silent_after_s)
+    late, how = late_ranks(known, silent_after_s)
     lines = [] if late else [f"the run hangs, and no rank holds up the others: {how}"]
     for each in late:
         state = f", its process is {each.state}" if each.state else ""

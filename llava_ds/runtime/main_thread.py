@@ -153,7 +153,7 @@ def no_collection() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def older_objects_passed_over(collect: bool = True) -> Iterator[None]:
+def frozen_gc(collect: bool = True) -> Iterator[None]:
     """Exclude all existing objects from garbage collection within the block.
 
     Libraries create some 300,000 objects; traversing them takes 0.1 s each time, in forked processes as well.

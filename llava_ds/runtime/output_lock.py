@@ -123,7 +123,7 @@ class OutputLock:
         if error is None or isinstance(error, (ConfigError, DataError)):  # else other ranks may still write
             self.release()
 
-    def tell_of(self, is_ending: Callable[[], bool]) -> None:
+    def set_ending_check(self, is_ending: Callable[[], bool]) -> None:
         """Set the function that reports, to runs waiting for the lock, that this one was asked to stop."""
         self._is_ending = is_ending
 

@@ -165,7 +165,7 @@ class Stopping:
             raise
 
     @property
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         """True if this rank got a request, or all ranks agreed on one."""
         return bool(self._asked or self._reason)
 

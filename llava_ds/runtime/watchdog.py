@@ -16,7 +16,7 @@ from pathlib import Path
 
 from llava_ds.config.arguments import TrainingArguments
 from llava_ds.constants import EXIT_RANK_LOST, ConfigError, DataError
-from llava_ds.runtime.hangs import MOST_IN_A_MESH, Beat, Known, behind, place, standstill, stragglers
+from llava_ds.runtime.hangs import MOST_IN_A_MESH, Beat, Known, late_ranks, place, standstill, stragglers
 from llava_ds.runtime.main_thread import WRITING_S, Activity, dump_stacks, look_at, no_collection, say, within
 from llava_ds.runtime.ranks import Ranks, barrier, format_ranks
 from llava_ds.runtime.waiting import noted_progress
@@ -222,7 +222,7 @@ class Watchdog:
         """End the run if no rank progresses any more; report a rank that slows the others down."""
         known, silent_after_s = self._known(), max(SILENT_S, 3 * self._interval_s)
         if self._peers and len(known) < len(self._peers.heard_ranks):
-            self._report_unheard(known)
+            self._report_missing_heartbeats(known)
             return
         watching = {each.beat.rank for each in known if each.silent_s <= silent_after_s}
         if self._peers and not self._peers.watches and watching & self._peers.watchers:
@@ -230,7 +230,7 @@ class Watchdog:
         self._compare(known)
         if not all(each.is_late for each in known):
             return
-        late = behind(known, silent_after_s)[0][:MOST_NAMED]
+        late = late_ranks(known, silent_after_s)[0][:MOST_NAMED]
         samples = {each.beat.rank: self._on_samples(each.beat) for each in late}
         message = standstill(known, silent_after_s, samples) + self._about_limits()
         alive = [each.beat.rank for each in known if each.silent_s <= silent_after_s]
@@ -249,7 +249,7 @@ class Watchdog:
             f"{stacks}, if they could write them. The same command resumes from the newest checkpoint"
         )
 
-    def _report_unheard(self, known: list[Known]) -> None:
+    def _report_missing_heartbeats(self, known: list[Known]) -> None:
         """Report once, from the first rank that misses a beat, that a hang can't be found without heartbeats."""
         if self._now < SILENT_S * 3 or self._reported_unheard:
             return

@@ -75,7 +75,7 @@ class ModelFlops:
         return self.per_pair / (2 * self.per_token)
 
     @property
-    def costs_beside(self) -> tuple[float, float, float]:
+    def other_costs(self) -> tuple[float, float, float]:
         """Costs of a supervised token, a tile and a pair of tiles, in units of one token's matrices."""
         return tuple(each / self.per_token for each in (self.per_target, self.per_tile, self.per_tile_pair))
 

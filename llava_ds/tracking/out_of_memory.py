@@ -97,6 +97,6 @@ def name_samples(dataset: EncodedDataset, samples: list[int]) -> str:
     return f"{len(samples):,} samples ({', '.join(ids)}{more})"
 
 
-def name_samples_of(plan: StepPlan, step: int, rank: int) -> str:
+def name_rank_samples(plan: StepPlan, step: int, rank: int) -> str:
     """Name the samples of one rank in an optimizer step."""
     return name_samples(plan.dataset, [sample for micro_batch in plan.of_rank(step, rank) for sample in micro_batch])

@@ -138,7 +138,7 @@ class Progress:
                 "grad_norm": r.grad_norm,
                 "skipped_steps": r.skipped_steps,
                 "own_loss": r.loss,
-                "means": None if r.means is None else self._means_of_all(r.means),
+                "means": None if r.means is None else self._gather_means(r.means),
             }
             for r in results
         ]
@@ -160,7 +160,7 @@ class Progress:
             read.append(changed)
         return read
 
-    def _means_of_all(self, means: torch.Tensor) -> torch.Tensor:
+    def _gather_means(self, means: torch.Tensor) -> torch.Tensor:
         """Return (ranks, micro-batches) from each rank's (micro-batches,)."""
         table = means.new_zeros(self.mesh.dp, len(means))
         table[self.mesh.dp_rank] = means

@@ -20,7 +20,7 @@ from llava_ds.config.arguments import SECTIONS, Arguments, declared_by, loaded
 from llava_ds.constants import DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
-from llava_ds.extensions.active import asked_for, flags_class, owners, plugins
+from llava_ds.extensions.active import flags_class, owners, plugins, requested
 from llava_ds.files.reading import mismatch, read_json
 from llava_ds.files.writing import write_whole
 from llava_ds.runtime.ranks import Ranks
@@ -153,7 +153,7 @@ def arguments_of(values: Mapping[str, object], given: Iterable[str]) -> tuple[Ar
     given: names of those on the command line. Raises DataError for a value of the wrong type.
     """
     flags = dict(values)
-    extensions, sections = asked_for(flags), []
+    extensions, sections = requested(flags), []
     for cls in (*SECTIONS, *map(flags_class, extensions)):
         types = get_type_hints(cls)
         known = {name: flags.pop(name) for name in declared_by(cls) if name in flags}
@@ -178,13 +178,13 @@ def located(args: Arguments, record: dict, run_dir: Path) -> Arguments:
     sections = [args.model, *args.model.own.values()]
     names = [name for section in sections for name, flag in declared_by(section).items() if flag.path]
     values = {name: args.as_dict()[name] for name in names}
-    found = {name: str(_lies_now(value, started, then, now)) for name, value in values.items() if value is not None}
+    found = {name: str(_current_path(value, started, then, now)) for name, value in values.items() if value is not None}
     if len(towers := (values["vision_tower"] or "").split(",")) > 1 and not Path(found["vision_tower"]).is_dir():
-        found["vision_tower"] = ",".join(str(_lies_now(each, started, then, now)) for each in towers)
+        found["vision_tower"] = ",".join(str(_current_path(each, started, then, now)) for each in towers)
     return args.replaced(**found)
 
 
-def _lies_now(value: str, started: Path, then: Path, now: Path) -> Path:
+def _current_path(value: str, started: Path, then: Path, now: Path) -> Path:
     """Resolve a path of a run. started: its working folder; then, now: its own folder before and after moving."""
     path = Path(os.path.normpath(started / value))
     candidates = [path]

@@ -13,7 +13,7 @@ from llava_ds.tracking.trackers import called
 from llava_ds.train.session import Session
 
 
-def steps_behind(args: Arguments, ranks: Ranks) -> int:
+def log_lag_steps(args: Arguments, ranks: Ranks) -> int:
     """Return by how many steps the log lags the run between saves.
 
     On a GPU a step's numbers are read when the next step is queued, so that the GPU never waits; but not if they may
@@ -41,7 +41,7 @@ class Log(Hook):
         print_details(line)
         steps, zero = f"{plan.steps.num_steps} steps", f"ZeRO-{plan.resolved.zero_stage}"
         title = f"{called(plan.args)}: {steps}, {zero}, {ranks.world_size} ranks"
-        every, late = self.training.logging_steps, steps_behind(plan.args, ranks) > 0
+        every, late = self.training.logging_steps, log_lag_steps(plan.args, ranks) > 0
         units = session.objective.num_units
         run = RunFacts(title, plan.output_dir, every, plan.resumed_step, plan.flops, peak, units, late)
         self.progress = Progress(run, plan.steps, session.trackers, ranks, session.mesh)

@@ -72,7 +72,7 @@ def run_steps(
         counts = sum_over(mesh.data_group, _on_device(window.counts, engine.device))
         with queuing():
             passes = [micro_steps(runner, window, counts, objective) for _ in range(window.passes)]
-            sums = passes[0] if len(passes) == 1 else mean_of(passes)
+            sums = passes[0] if len(passes) == 1 else average_passes(passes)
         state.step += 1
         finished = time.perf_counter()
         result = StepResult(
@@ -132,7 +132,7 @@ def micro_steps(runner: Runner, window: Window, counts: torch.Tensor, objective:
     )
 
 
-def mean_of(passes: list[StepSums]) -> StepSums:
+def average_passes(passes: list[StepSums]) -> StepSums:
     """Average several passes over one window."""
     number = len(passes)
     return StepSums(

@@ -111,12 +111,12 @@ class Plan:
     def describe(self) -> list[str]:
         """Describe data and steps."""
         training, steps = self.args.training, self.steps
-        epochs = steps.num_steps / steps.steps_per_epoch
+        epochs, size = steps.num_steps / steps.steps_per_epoch, steps.samples_per_step
         schedule = describe_schedule(training, steps.num_steps, self.resolved.config.get("scheduler"))
         return [
             *steps.dataset.counts(),
             *steps.dataset.notes(),
-            f"{steps.num_steps:,} optimizer steps of {steps.samples_of_most} samples ({epochs:.2f} epochs), {schedule}",
+            f"{steps.num_steps:,} optimizer steps of {size} samples ({epochs:.2f} epochs), {schedule}",
             *self._few_steps(),
             *rate_note(self.args),
             f"output: {training.output_dir}",
@@ -242,7 +242,7 @@ def _plan_steps(
     if tokens == "auto":
         tokens = choice("tokens_per_micro_batch", tokens)(known, model, dataset, order, ranks)
     work = flops.of_rank(known.args.size_of("tp"))
-    packing = Packing.of(known.args, dp, tokens, work.pair_cost, work.costs_beside)
+    packing = Packing.of(known.args, dp, tokens, work.pair_cost, work.other_costs)
     per_epoch = steps_per_epoch(order, packing)
     num_steps = total_steps(known.args.training, per_epoch)
     # Resolve again from the given flags: some keys depend on the number of steps and on the chosen tokens.

@@ -20,7 +20,7 @@ from llava_ds.engine.param_groups import choose_trainable, describe_parts, param
 from llava_ds.engine.runner import Direct, Runner
 from llava_ds.engine.start import check_engine, seed_everything, start_engine
 from llava_ds.extensions.active import choice, plugins
-from llava_ds.extensions.base import Asked, Hook, Measure, Phase, SessionPart
+from llava_ds.extensions.base import EvalMeasure, Hook, Measure, Phase, SessionPart
 from llava_ds.model.attention import attention_report
 from llava_ds.model.heads import Head
 from llava_ds.model.llava import LlavaModel
@@ -29,7 +29,7 @@ from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_details, p
 from llava_ds.runtime.stopping import Stopping
 from llava_ds.runtime.watchdog import Watchdog
 from llava_ds.tracking.mending import mend_side_files
-from llava_ds.tracking.out_of_memory import MemoryWatch, name_samples_of
+from llava_ds.tracking.out_of_memory import MemoryWatch, name_rank_samples
 from llava_ds.tracking.run_record import write_run_record
 from llava_ds.tracking.trackers import Trackers, open_trackers
 from llava_ds.train.objectives.objective import SFT, Objective
@@ -89,7 +89,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
     seed_everything(training.seed)  # also Python's and numpy's generators: checkpoints contain them
     parts = plan.active.parts(plan, started)
-    model, engine, checkpointed, asked = _build_engine(plan, started, parts)
+    model, engine, checkpointed, measures = _build_engine(plan, started, parts)
     plain = SFT(training.loss_reduction, len(plan.steps.dataset.sources), grad_ranks=mesh.grad_ranks)
     objective = plan.active.objective(plan, mesh, plain)
     runner = _runner(engine, mesh)
@@ -100,13 +100,13 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
 
         print_first(restore(engine, point, ranks, training.seed))
     state = TrainState(point.step)
-    watchdog.set_samples(partial(name_samples_of, plan.steps))
+    watchdog.set_samples(partial(name_rank_samples, plan.steps))
     memory = MemoryWatch(engine, resolved, plan.steps, lambda: state.step, ranks)
     _warm_up(plan, model, runner, objective.probe, checkpointed, memory, started)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
-    evaluation = _evaluation(plan, runner, objective, asked, trackers, started)
+    evaluation = _evaluation(plan, runner, objective, measures, trackers, started)
     for part in parts:
-        objective = part.of_steps(objective)
+        objective = part.training_objective(objective)
     if plugins() and training.check_plugin:
         print_first(*choice("check_plugin", True)(plan, runner, objective, ranks, mesh))
     saver = _saver(plan, engine, ranks)
@@ -130,15 +130,15 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
 
 
 def _evaluation(
-    plan: Plan, runner: Runner, objective: Objective, asked: list[Measure], trackers: Trackers, started: Start
+    plan: Plan, runner: Runner, objective: Objective, measures: list[Measure], trackers: Trackers, started: Start
 ) -> "Evaluation | None":
     """Make the run's evaluation. A resumed run needs it to drop evaluations logged after its checkpoint."""
-    measures = plan.args.evaluates or any(phase == Phase.EVALUATE for phase, _ in plan.active.hooks)
-    if not measures and plan.resume.point.path is None:
+    evaluates = plan.args.evaluates or any(phase == Phase.EVALUATE for phase, _ in plan.active.hooks)
+    if not evaluates and plan.resume.point.path is None:
         return None
     from llava_ds.train.evaluating.evals import Evaluation
 
-    return Evaluation(runner, plan, objective, asked, trackers, started.ranks, started.mesh)
+    return Evaluation(runner, plan, objective, measures, trackers, started.ranks, started.mesh)
 
 
 def _runner(engine: deepspeed.DeepSpeedEngine, mesh: Mesh) -> Runner:
@@ -213,7 +213,7 @@ def _build_engine(
     print_first(*plan.active.kernels(model, plan.model, resolved, ranks))
     mesh.adapt(model)
     choose_trainable(model, args)
-    asked = [own.asks(model) for own in plan.own.values() if isinstance(own, Asked)]
+    measures = [own.create(model) for own in plan.own.values() if isinstance(own, EvalMeasure)]
     for part in parts:
         part.built(model)
     checkpointed, lines = {}, []
@@ -231,7 +231,7 @@ def _build_engine(
     num_updates = plan.steps.num_steps * math.prod(part.updates for part in parts)
     engine = start_engine(model, groups, resolved, num_updates, mesh)
     check_engine(engine, resolved, mesh)
-    return model, engine, checkpointed, asked
+    return model, engine, checkpointed, measures
 
 
 def _warm_up(

@@ -11,7 +11,7 @@ from llava_ds.runtime.mesh import Mesh
 from llava_ds.second_models.frozen import Scorer
 from llava_ds.train.evaluating import sampling
 from llava_ds.train.evaluating.sampling import DrawRules, draw_answers
-from llava_ds.train.evaluating.twin import twin_of
+from llava_ds.train.evaluating.twin import make_twin
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("one_rank")]
 
@@ -31,7 +31,7 @@ def test_the_first_token_of_every_answer(monkeypatch, more):
     monkeypatch.setattr(sampling, "_answer", lambda drawn, ends: drawn)
     rules_of_drawing = DrawRules(4, 1, 512, (2,), OPTIONS, **more)
     with gpu() as rules:
-        model = twin_of(model_on(rules))
+        model = make_twin(model_on(rules))
         numbers = [np.zeros((4, 1))] * len(SAMPLES)
         answers = draw_answers(model, SAMPLES, numbers, rules_of_drawing)
         assert set(rules.waits) == {"the copy of the prompts to the device", "the next token"}

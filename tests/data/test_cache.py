@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llava_ds.data import cache
-from llava_ds.data.cache import scratch_beside
+from llava_ds.data.cache import cache_scratch
 from llava_ds.data.sources.embedded import ImageStore, spooled
 
 
@@ -48,7 +48,7 @@ def test_scratch_of_a_killed_process_with_this_number_is_in_nobodys_way(tmp_path
 def test_scratch_is_removed_once_nobody_has_written_there_for_a_day(tmp_path):
     old = time.time() - cache.SCRATCH_AGE_S - 60
     for name in ("dead", "alive"):
-        with pytest.raises(KeyboardInterrupt), scratch_beside(tmp_path / "key") as scratch:
+        with pytest.raises(KeyboardInterrupt), cache_scratch(tmp_path / "key") as scratch:
             scratch.parent.rename(tmp_path / f"{name}.tmp")  # as if the clean-up never came
             raise KeyboardInterrupt
         inner = tmp_path / f"{name}.tmp" / "key"
@@ -56,7 +56,7 @@ def test_scratch_is_removed_once_nobody_has_written_there_for_a_day(tmp_path):
         for path in (inner / "rows", inner, inner.parent):
             os.utime(path, (old, old))
     (tmp_path / "alive.tmp" / "key" / "rows").write_text("more")
-    with scratch_beside(tmp_path / "other"):
+    with cache_scratch(tmp_path / "other"):
         assert not (tmp_path / "dead.tmp").exists() and (tmp_path / "alive.tmp").exists()
 
 

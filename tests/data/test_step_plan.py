@@ -25,7 +25,7 @@ def some_plan(draw: random.Random, by_tokens: bool) -> StepPlan:
     bound = draw.choice([20, 100, 300, 700, 10**6]) if by_tokens else None
     across = not by_tokens and draw.random() < 0.5
     beside = draw.choice([(0.0, 0.0, 0.0), (0.3, 9.0, 0.01)])
-    packing = Packing(dp, micro, nm, bound, across, pair_cost=draw.choice([0, 1e-3, 0.02]), costs_beside=beside)
+    packing = Packing(dp, micro, nm, bound, across, pair_cost=draw.choice([0, 1e-3, 0.02]), other_costs=beside)
     order = SampleOrder(number, packing.batch_size, draw.randint(0, 9), how, signed, micro, nm)
     return StepPlan(data_of(lengths, draw.random()), order, packing, num_steps=draw.randint(1, 12))
 
@@ -68,7 +68,7 @@ def test_the_micro_batch_of_the_most_work_is_tried_beside_the_longest():
         work, longest = most_work(plan), heaviest(plan, 0)
         found = most_worked(plan, 0, longest)
         every = [micro for layout in plan.after(0) for rank in layout.of_ranks for micro in rank]
-        if any(plan.packing.costs_beside):
+        if any(plan.packing.other_costs):
             assert work[found or longest].sum() == max(work[micro].sum() for micro in every)
         others += bool(found)
         assert not found or found in every

@@ -58,9 +58,9 @@ def test_a_taken_port_is_what_the_message_begins_with(monkeypatch):
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(torch.distributed.DistNetworkError) as error:
             torch.distributed.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
-    said = process_group._did_not_meet(error.value)
+    said = process_group._missing_ranks_message(error.value)
     assert said.startswith(f"port {port} on {socket.gethostname()} is taken") and "--master_port" in said
-    assert "start all machines within" in process_group._did_not_meet(RuntimeError("timed out"))
+    assert "start all machines within" in process_group._missing_ranks_message(RuntimeError("timed out"))
 
 
 # Each rank prints the descriptors that a group of gloo adds once it was used as ranks.py and stopping.py do.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llava_ds.runtime.hangs import Beat, Known, behind, standstill, stragglers
+from llava_ds.runtime.hangs import Beat, Known, late_ranks, standstill, stragglers
 
 
 def known(rank: int, phase: str = "step", step: int = 7, silent_s: float = 0.0, state: str = "", **more) -> Known:
@@ -32,7 +32,7 @@ WAITS = {"waits": True, "where": "distributed_c10d.py:9 (all_reduce)"}
     ],
 )
 def test_the_rank_that_is_behind_is_found(ranks, late):
-    assert [each.beat.rank for each in behind(ranks, 10.0)[0]] == late
+    assert [each.beat.rank for each in late_ranks(ranks, 10.0)[0]] == late
 
 
 def test_the_message_names_rank_place_and_samples():

@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from llava_ds.runtime.main_thread import older_objects_passed_over
+from llava_ds.runtime.main_thread import frozen_gc
 
 
 class Node:
@@ -15,7 +15,7 @@ class Node:
 
 def test_what_exists_is_passed_over_what_is_garbage_is_not():
     old, garbage = Node(), weakref.ref(Node())
-    with older_objects_passed_over():
+    with frozen_gc():
         assert garbage() is None
         assert gc.get_freeze_count() > 10_000 and not any(each is old for each in gc.get_objects())
         new = weakref.ref(Node())

@@ -24,7 +24,7 @@ from pathlib import Path
 from llava_ds.runtime.output_lock import OutputLock
 from llava_ds.constants import ConfigError
 with OutputLock() as lock:
-    lock.tell_of((Path(sys.argv[1]) / "asked").exists)
+    lock.set_ending_check((Path(sys.argv[1]) / "asked").exists)
     try:
         lock.take(Path(sys.argv[1]))
     except ConfigError as error:
@@ -117,7 +117,7 @@ def test_its_own_end_is_told(tmp_path):
     with OutputLock() as lock:
         lock.take(tmp_path)
         assert holder_of(tmp_path)["ending"] is False
-        lock.tell_of(lambda: True)
+        lock.set_ending_check(lambda: True)
         deadline = time.monotonic() + 10
         while not holder_of(tmp_path)["ending"]:
             assert time.monotonic() < deadline
@@ -252,7 +252,7 @@ def test_what_was_about_to_be_written_when_it_was_released_is_not(tmp_path):
     lock = OutputLock()
     lock.take(tmp_path)
     with lock._writing:
-        lock.tell_of(lambda: True)
+        lock.set_ending_check(lambda: True)
         time.sleep(2 * output_lock.TICK_S)  # the thread waits to write
         lock._released.set()
     lock.release()

@@ -15,7 +15,7 @@ def steps_of(num_samples: int, batch_size: int, across_epochs: bool = False) -> 
 
 @pytest.mark.parametrize(("num_samples", "size"), [(36, 36), (48, 48), (500, 48)])
 def test_a_step_has_no_more_samples_than_an_epoch(num_samples, size):
-    assert steps_of(num_samples, 48).samples_of_most == size
+    assert steps_of(num_samples, 48).samples_per_step == size
 
 
 @pytest.mark.parametrize(

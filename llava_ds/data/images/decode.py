@@ -93,7 +93,7 @@ def _tiles_by(media: Media, sizes: tuple[Size, ...], options: TiledImageOptions)
     cut = geometry.tiled_cut(media.kind, sizes, options)
     if media.kind == "image":
         return cut_by(_load(media.refs[0], options, sizes[0]), cut, options.size, options.resample)
-    return moments_of(_frames(media, sizes, options), cut, options)
+    return stack_moments(_frames(media, sizes, options), cut, options)
 
 
 def _frames(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
@@ -111,7 +111,7 @@ def _frames(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Ite
         yield frame
 
 
-def moments_of(frames: Iterable[Image.Image], cut: Cut, options: TiledImageOptions) -> torch.Tensor:
+def stack_moments(frames: Iterable[Image.Image], cut: Cut, options: TiledImageOptions) -> torch.Tensor:
     """Tiles of a video, (n, 3, T * S, S) uint8: the frames of each moment stacked vertically, with the last frame
     repeated to fill the last moment."""
     tiles = [cut_by(frame, cut, options.size, options.resample) for frame in frames]  # (tiles, 3, S, S) each

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from llava_ds.constants import DataError
-from llava_ds.data.cache import put_in_place, scratch_beside
+from llava_ds.data.cache import cache_scratch, put_in_place
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.sources.options import Columns
 from llava_ds.data.sources.turn_lists import as_turns, is_turn_list, loose_turns
@@ -125,7 +125,7 @@ def spooled(folder: str, rows: Callable[[ImageStore], Iterator[Row]]) -> Iterato
     """
     final = Path(folder)
     if not _is_whole(final):
-        with write_errors(final, "the images inside the data"), scratch_beside(final) as scratch:
+        with write_errors(final, "the images inside the data"), cache_scratch(final) as scratch:
             _spool(scratch, final, rows)
             if not put_in_place(scratch, final) and not _is_whole(final):
                 for name in (IMAGES, RECORDS):  # part of it was deleted

@@ -18,7 +18,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions, encoder_of
 from llava_ds.data.end_markers import end_markers
-from llava_ds.extensions.base import Asked, Measure
+from llava_ds.extensions.base import EvalMeasure, Measure
 from llava_ds.extensions.benchmarks.benchmark_files import Given
 from llava_ds.extensions.benchmarks.question import Question, with_resized_sizes
 from llava_ds.extensions.benchmarks.scores import Scored, metric_of
@@ -28,7 +28,7 @@ from llava_ds.extensions.infer.generate import decode_media, media_of
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, on_every_rank
 from llava_ds.train.evaluating.sampling import DrawRules, draw_answers
-from llava_ds.train.evaluating.twin import twin_of, whole_weights
+from llava_ds.train.evaluating.twin import make_twin, whole_weights
 from llava_ds.train.plan import Plan
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
@@ -134,14 +134,14 @@ def _entries(path: str) -> dict[str, Any]:
     return entries
 
 
-def open_tasks(plan: Plan, ranks: Ranks) -> Asked:
+def open_tasks(plan: Plan, ranks: Ranks) -> EvalMeasure:
     """Read the questions of --eval_tasks. Returns the function that answers them with a model, and the tasks' names.
 
     Collective. Raises ConfigError or DataError on every rank.
     """
     args = plan.args
     tasks = on_every_rank(ranks, partial(read_eval_tasks, args.own["benchmarks"].eval_tasks, args.data.cache_dir))
-    return Asked(partial(EvalTasks, tasks=tasks, plan=plan, ranks=ranks), tuple(task.name for task in tasks))
+    return EvalMeasure(partial(EvalTasks, tasks=tasks, plan=plan, ranks=ranks), tuple(task.name for task in tasks))
 
 
 def refuse_without_rows(tasks: Sequence[EvalTask], encoder: Encoder) -> None:
@@ -163,7 +163,7 @@ class EvalTasks(Measure):
 
     def __init__(self, model: LlavaModel, tasks: tuple[EvalTask, ...], plan: Plan, ranks: Ranks) -> None:
         """Call on all ranks together, before the engine starts and changes the model's modules."""
-        self._twin, self._ranks, self._images = twin_of(model), ranks, plan.images
+        self._twin, self._ranks, self._images = make_twin(model), ranks, plan.images
         self._tasks = [replace(task, questions=with_resized_sizes(task.questions, plan.images)) for task in tasks]
         self._tokenizer, args = plan.model.tokenizer, plan.args.model
         options = EncodingOptions(

@@ -19,7 +19,7 @@ from llava_ds.model.open.names import value_head_file
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.second_models.frozen import FrozenPlan, Scorer, open_frozen, plan_alone
 from llava_ds.train.evaluating.sampling import DrawRules, draw_answers, numbers_for
-from llava_ds.train.evaluating.twin import twin_of
+from llava_ds.train.evaluating.twin import make_twin
 
 
 class Judge:
@@ -88,7 +88,7 @@ class BestOfN:
         ends = tuple(end_markers(self._encoder.options.template, self._tokenizer))
         length = getattr(self._plan.model.text_config, "max_position_embeddings", None) or 2**31
         self._rules = DrawRules(count, max_new_tokens, length, ends, self._plan.images)
-        self._model = twin_of(open_frozen(self._plan, options.precision or torch.float32, ranks))
+        self._model = make_twin(open_frozen(self._plan, options.precision or torch.float32, ranks))
 
     def __call__(self, questions: list[Question], numbers: list[int]) -> list[Answer]:
         drawn = draw_answers(

@@ -51,7 +51,7 @@ class Distillation(SessionPart):
         self.flags = self.plan.args.own["distill"]
         self.teacher = LiveTeacher.opened(self.plan, self.ranks, self.mesh)
 
-    def of_steps(self, plain: Objective) -> Objective:
+    def training_objective(self, plain: Objective) -> Objective:
         return GKD(plain, self)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import offload_device
-from llava_ds.export.final_export import export_beside
+from llava_ds.export.final_export import export_to_subfolder
 from llava_ds.extensions.base import Extension, Hook, Phase, StepEnd
 from llava_ds.extensions.ema.averages import take_averages, update_averages
 from llava_ds.runtime.ranks import print_first
@@ -19,7 +19,7 @@ class Average(Hook):
     def after_export(self) -> None:
         session = self.session
         take_averages(session.engine, session.mesh)
-        folder = export_beside("ema", session.engine, session.plan.export, self.training, session.ranks)
+        folder = export_to_subfolder("ema", session.engine, session.plan.export, self.training, session.ranks)
         print_first(f"the same with averaged weights: {folder}")
 
 

@@ -18,7 +18,7 @@ from llava_ds.extensions.active import architecture_of, folder_part, model_types
 from llava_ds.files.model_files import ADAPTER_CONFIG, check_folder, is_there, read_config, shown
 from llava_ds.model.families.language import config_of
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.file_order import passed_over
+from llava_ds.model.open.file_order import ignored_files_of_folder
 from llava_ds.model.open.hf import HF_CLASSES, HFModel
 from llava_ds.model.open.model_folder import FLAG
 from llava_ds.model.open.weights import WeightFiles, Weights
@@ -86,7 +86,7 @@ def open_model(
         if moved:
             raise ConfigError(f"{', '.join(f'--{name}' for name in moved)}: {path} has all that it needs, leave it out")
         config, tokenizer = _settings(path, path)
-        notes = passed_over(path, f"--model_path {path}", template=architecture_of(config) is not None)
+        notes = ignored_files_of_folder(path, f"--model_path {path}", template=architecture_of(config) is not None)
         weights = partial(_in_memory, partial(WeightFiles, path))
         yield UnloadedModel(path, path, config, tokenizer, weights, True, tuple(notes))
     else:

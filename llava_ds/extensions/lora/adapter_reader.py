@@ -12,7 +12,7 @@ from llava_ds.model.families.language import is_llava_type, trunk_name
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.folder import read_folder
 from llava_ds.model.open.model_folder import FLAG, ModelFolder, read_model_config, without_prefix
-from llava_ds.model.open.trained_folder import flags_of_llava, trained_with_of
+from llava_ds.model.open.trained_folder import flags_of_llava, tower_in_config
 from llava_ds.model.open.weights import Over, Overlaid, Source, WeightFiles, Weights
 
 
@@ -60,7 +60,7 @@ def open_adapter(path: str, model_base: str | None) -> ModelFolder:
         kind=f"a LoRA adapter over {base.kind}",
         flags=flags_of_llava(config) if is_llava else base.flags,
         tokenizer=path if has_tokenizer else base.tokenizer,
-        trained_with=trained_with_of(path, config) if is_llava else base.trained_with,
+        trained_with=tower_in_config(path, config) if is_llava else base.trained_with,
         base=str(base_path),
         tower_changes=(merges_tower,),
         **sources,

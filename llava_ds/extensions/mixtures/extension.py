@@ -83,7 +83,7 @@ class Routing(SessionPart):
         self._language_model = model.language_model
         share_experts(model, self.mesh)
 
-    def of_steps(self, plain: Objective) -> Objective:
+    def training_objective(self, plain: Objective) -> Objective:
         from llava_ds.extensions.mixtures.routed import Routed
 
         return Routed(plain, routers_of(self._language_model), own(self.plan.args.model).router_aux_loss_coef)

@@ -112,7 +112,7 @@ class Flags(ExtensionFlags):
         return dataclasses.replace(self, **lists), []
 
     @classmethod
-    def unasked(cls, args: "Arguments") -> Iterator[str]:
+    def inactive_problems(cls, args: "Arguments") -> Iterator[str]:
         """Yield a line if flags describe experts that --moe_enable doesn't request."""
         values = {**vars(cls()), **args.as_dict()}
         given = [name for name in _OF_UPCYCLING if name in args.given and values[name] is not None]
@@ -134,7 +134,7 @@ class Flags(ExtensionFlags):
                     "--moe_enable True, but only the projector is trained: experts are for a later stage, leave one out"
                 )
         else:
-            yield from self.unasked(args)
+            yield from self.inactive_problems(args)
         if self.moe_layers_idx is not None and "moe_mode" in args.given:
             yield "--moe_mode and --moe_layers_idx both choose the layers that get experts: give one of them"
         if "min_capacity" in args.given and self.min_capacity and self.capacity_factor is None:

@@ -26,7 +26,7 @@ from llava_ds.engine.placement import Placement, placement_of
 from llava_ds.engine.runner import Runner
 from llava_ds.files.writing import write_whole
 from llava_ds.model.heads import LogProbs, sum_by_sample
-from llava_ds.model.open.loading import SUM_NUMBERS, bits_of, is_packed, scales_of
+from llava_ds.model.open.loading import SUM_NUMBERS, bit_view, is_packed, scales_of
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, gather
 from llava_ds.runtime.tf32 import tf32_allowed
@@ -172,7 +172,7 @@ def _place_sum(tensor: torch.Tensor, first: int) -> torch.Tensor:
     The sum is additive over shards, and changes if two numbers swap positions.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for piece in bits_of(tensor).split(SUM_NUMBERS):  # 64 bits each while it is summed
+    for piece in bit_view(tensor).split(SUM_NUMBERS):  # 64 bits each while it is summed
         places = torch.arange(first, first + len(piece), dtype=torch.int64, device=tensor.device)
         total += (piece.long() * (2 * places + 1)).sum()
         first += len(piece)

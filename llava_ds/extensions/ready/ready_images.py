@@ -10,7 +10,7 @@ from llava_ds.extensions.ready.ready_tilings import CellTiling, FrameCells
 from llava_ds.extensions.ready.ready_videos import VideoRule
 from llava_ds.geometry import ImageOptions, TiledImageOptions
 from llava_ds.layouts import MediaLayout
-from llava_ds.tilings import AskedSize, Grid
+from llava_ds.tilings import Grid, RequestedSize
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ class ReadyImageOptions(TiledImageOptions):
         """Why a single image or video can't have its own size."""
         return "its processor alone decides sizes"
 
-    def asking(self, kind: Literal["image", "frames", "video"], size: AskedSize) -> ImageOptions | None:
+    def asking(self, kind: Literal["image", "frames", "video"], size: RequestedSize) -> ImageOptions | None:
         """Return the options with cells for a size requested by a record; None for fixed-size tiles."""
         if kind == "image" and isinstance(self.tiling, CellTiling):
             return replace(self, tiling=replace(self.tiling, asked=size))

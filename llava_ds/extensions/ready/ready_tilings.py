@@ -6,7 +6,7 @@ from functools import cache
 from typing import ClassVar
 
 from llava_ds.constants import DataError
-from llava_ds.tilings import AskedSize, Cut, Size
+from llava_ds.tilings import Cut, RequestedSize, Size
 
 MAX_SIDE = 4096  # pixels of the longer side of an image in Idefics3's or SmolVLM's processor
 MAX_SHAPE = 200  # maximum ratio of the sides of an image in Qwen-VL's processor
@@ -139,7 +139,9 @@ class SquareTiling(Tiles):
         return f"\n\n{self.start}{self.image_token}{self.end}\n\n"
 
 
-def cut_as_asked(asked: AskedSize, size: Size, side: int, most: float, num_frames: int | None = None) -> Cut:
+def cut_to_requested_size(
+    asked: RequestedSize, size: Size, side: int, most: float, num_frames: int | None = None
+) -> Cut:
     """Return the cells of an image, or of num_frames frames, at a requested size. most: pixels."""
     if asked.resized is not None:
         return _cut_between(asked.resized, side, _LEAST_CELLS * side**2, _MOST_CELLS * side**2)
@@ -199,12 +201,12 @@ class CellTiling(Cells):
     image_token: str
     window: int | None = None
     table: int | None = None
-    asked: AskedSize | None = field(default=None, repr=False)
+    asked: RequestedSize | None = field(default=None, repr=False)
 
     def cut(self, size: Size) -> Cut:
         """Return the cells of an image. Raises DataError for a shape that the processor refuses."""
         if self.asked is not None:
-            return cut_as_asked(self.asked, size, self.side, self.most)
+            return cut_to_requested_size(self.asked, size, self.side, self.most)
         _refuse_narrow(size)
         return _cut_to_cells(size, self.side, self.least, self.most)
 
@@ -232,14 +234,14 @@ class FrameCells:
     cap: int | None = None
     start: str = ""
     end: str = ""
-    asked: AskedSize | None = field(default=None, repr=False)
+    asked: RequestedSize | None = field(default=None, repr=False)
 
     def cut(self, size: Size, num_frames: int) -> Cut:
         """Return the cells of each frame of a video. Raises DataError for one that the processor refuses."""
         side = self.side
         if self.asked is not None and not (self.in_all and num_frames < self.moment):
             num_frames = math.ceil(num_frames / self.moment) * self.moment
-            return cut_as_asked(self.asked, size, side, math.inf if self.in_all else self.most, num_frames)
+            return cut_to_requested_size(self.asked, size, side, math.inf if self.in_all else self.most, num_frames)
         if not self.in_all:
             _refuse_narrow(size)
             return _cut_to_cells(size, side, self.least, self._most_of_a_frame(num_frames))

@@ -43,14 +43,14 @@ class ReadyNames:
         self.in_memory, self._known, self.ends, self.is_tied, self.buffers = found
         self._beside = family.beside
 
-    def is_beside(self, in_memory: str) -> bool:
+    def is_unused_part(self, in_memory: str) -> bool:
         """Return True for tensors of parts that images don't use."""
         return in_memory.startswith(self._beside)
 
     def is_unchanged(self, on_disk: str) -> bool:
         """Return True for tensors of transformers' class that never train: buffers, and parts that images don't use."""
         in_memory = self.to_memory(on_disk)
-        return in_memory is not None and (in_memory in self.buffers or self.is_beside(in_memory))
+        return in_memory is not None and (in_memory in self.buffers or self.is_unused_part(in_memory))
 
     def to_memory(self, on_disk: str) -> str | None:
         """Map a name on disk to transformers' name in memory; None for tensors that the model lacks."""
@@ -150,7 +150,7 @@ def read_ready(
             f"{where}: its experts are separate tensors ({experts[0]}), expected one tensor for all of a layer "
             "(mlp.experts.gate_up_proj), as published: save it with transformers' save_original_format=False"
         )
-    strange = [name for name in names.in_memory if names.part_of(name) is None and not names.is_beside(name)]
+    strange = [name for name in names.in_memory if names.part_of(name) is None and not names.is_unused_part(name)]
     if strange:
         raise ConfigError(f"{where}: its class in transformers has a part that is not known here, {strange[0]}")
     return ready, text, names

@@ -27,7 +27,7 @@ from llava_ds.train.evaluating.sampling import Answer
 
 
 @dataclass(frozen=True)
-class AskedPrompt:
+class RolloutPrompt:
     """A sample up to its last answer. text: the question, as rewards see it; reference: the record's answer; columns:
     the record's other columns."""
 
@@ -46,7 +46,7 @@ class Group:
     by_function (functions, G): their rewards, nan where one does not apply; rewards (G,): the weighted sum of the rest.
     """
 
-    prompt: AskedPrompt
+    prompt: RolloutPrompt
     answers: list[Answer]
     by_function: np.ndarray
     rewards: np.ndarray
@@ -60,7 +60,7 @@ class TrainedAnswer:
     before it in the pack.
     """
 
-    prompt: AskedPrompt
+    prompt: RolloutPrompt
     answer: Answer
     score: float
     times: int

@@ -23,8 +23,8 @@ from llava_ds.extensions.base import SessionPart
 from llava_ds.extensions.rl.critic import add_critic
 from llava_ds.extensions.rl.flags import Flags
 from llava_ds.extensions.rl.policy_batches import (
-    AskedPrompt,
     Group,
+    RolloutPrompt,
     TrainedAnswer,
     has_no_signal,
     metrics_of,
@@ -47,7 +47,7 @@ from llava_ds.runtime.ranks import gather, on_every_rank, print_first
 from llava_ds.runtime.waiting import queuing, waiting
 from llava_ds.second_models.frozen import Scorer
 from llava_ds.train.evaluating.sampling import Answer, DrawRules, draw_answers, numbers_for
-from llava_ds.train.evaluating.twin import frozen_copy, twin_of, whole_weights
+from llava_ds.train.evaluating.twin import frozen_copy, make_twin, whole_weights
 from llava_ds.train.objectives.prompt_sharing import shares_prompts
 from llava_ds.train.plan import Plan
 from llava_ds.train.start import Start
@@ -95,7 +95,7 @@ class Rollouts(SessionPart):
     def built(self, model: LlavaModel) -> None:
         """Create the model copy for generation and the judging models; then add the actor's critic."""
         plan, ranks, flags, own = self.plan, self.ranks, self._flags, self.plan.own["rl"]
-        self._twin = twin_of(model)
+        self._twin = make_twin(model)
         url, folder = flags.vllm_server, plan.output_dir / "vllm"
         self._server = None if url is None else VllmServer(url, folder, plan.export, ranks)
         self._has_critic = own.critic is not None
@@ -153,7 +153,7 @@ class Rollouts(SessionPart):
                 num_prompts=len(groups),
             )
 
-    def _prompts(self, samples: list[int]) -> tuple[list[AskedPrompt], list[BrokenSample]]:
+    def _prompts(self, samples: list[int]) -> tuple[list[RolloutPrompt], list[BrokenSample]]:
         """Return the prompts of these samples, and the broken samples."""
         found, broken = [], []
         for index in samples:
@@ -163,7 +163,7 @@ class Rollouts(SessionPart):
             (broken if isinstance(item, BrokenSample) else found).append(item)
         return found, broken
 
-    def _asked(self, index: int, sample: LoadedSample) -> AskedPrompt | BrokenSample:
+    def _asked(self, index: int, sample: LoadedSample) -> RolloutPrompt | BrokenSample:
         dataset, tokenizer = self.plan.steps.dataset, self.plan.model.tokenizer
         row = dataset.row(int(dataset.rows[index]))
         answer = (sample.labels != IGNORE_INDEX).nonzero()[:, 0]
@@ -176,9 +176,9 @@ class Rollouts(SessionPart):
         text = tokenizer.decode(ids[ids != IMAGE_TOKEN_INDEX], skip_special_tokens=True)
         text = text.replace(TEMPLATES[self.plan.args.model.version].system, "", 1).strip()
         reference = tokenizer.decode(sample.input_ids[answer], skip_special_tokens=True).strip()
-        return AskedPrompt(index, str(row["id"]), prompt, text, reference, self._columns_of(row))
+        return RolloutPrompt(index, str(row["id"]), prompt, text, reference, self._columns_of(row))
 
-    def _groups(self, step: int, prompts: list[AskedPrompt]) -> tuple[list[Group], dict[str, torch.Tensor]]:
+    def _groups(self, step: int, prompts: list[RolloutPrompt]) -> tuple[list[Group], dict[str, torch.Tensor]]:
         """Generate answers to each prompt, and reward them. Collective. Returns also the number of replaced prompts.
 
         With --dynamic_sample, a group without a signal is replaced by answers to another prompt. The choice depends on
@@ -199,14 +199,14 @@ class Rollouts(SessionPart):
         replaced = sum(group.prompt is not prompt for group, prompt in zip(groups, prompts))
         return groups, {"frac_resampled": torch.tensor(float(replaced), dtype=torch.float64, device=self.ranks.device)}
 
-    def _another(self, turn: tuple[int, int], prompt: AskedPrompt) -> AskedPrompt | None:
+    def _another(self, turn: tuple[int, int], prompt: RolloutPrompt) -> RolloutPrompt | None:
         """Choose another prompt; None if it is broken; its own step will report that."""
         dataset = self.plan.steps.dataset
         rng = np.random.default_rng([self.plan.args.training.seed, *turn, prompt.index])
         found, _ = self._prompts([int(rng.integers(len(dataset)))])
         return found[0] if found else None
 
-    def _answered(self, turn: tuple[int, int], slots: list[AskedPrompt], prompts: list[AskedPrompt]) -> list[Group]:
+    def _answered(self, turn: tuple[int, int], slots: list[RolloutPrompt], prompts: list[RolloutPrompt]) -> list[Group]:
         """Generate and reward answers to each prompt. Collective.
 
         turn: step and attempt; slots: the prompts of the step that these prompts replace, or the same.
@@ -214,7 +214,9 @@ class Rollouts(SessionPart):
         answers = self._draw(turn, slots, prompts)
         return on_every_rank(self.ranks, lambda: self._score(prompts, answers))
 
-    def _draw(self, turn: tuple[int, int], slots: list[AskedPrompt], prompts: list[AskedPrompt]) -> list[list[Answer]]:
+    def _draw(
+        self, turn: tuple[int, int], slots: list[RolloutPrompt], prompts: list[RolloutPrompt]
+    ) -> list[list[Answer]]:
         """Generate the answers to each prompt, a few prompts at a time."""
         found, (step, attempt) = [], turn
         seeds = [(self.plan.args.training.seed, step, slot.index, attempt) for slot in slots]
@@ -230,7 +232,7 @@ class Rollouts(SessionPart):
                 found += draw_answers(self._twin, [prompt.sample for prompt in some], numbers, self._rules)
         return found
 
-    def _score(self, prompts: list[AskedPrompt], answers: list[list[Answer]]) -> list[Group]:
+    def _score(self, prompts: list[RolloutPrompt], answers: list[list[Answer]]) -> list[Group]:
         """Reward the answers to each prompt."""
         completions = [
             replace(
@@ -247,7 +249,7 @@ class Rollouts(SessionPart):
             for i, (asked, some) in enumerate(zip(prompts, answers))
         ]
 
-    def _completion(self, asked: AskedPrompt, text: str, tokens: int) -> Completion:
+    def _completion(self, asked: RolloutPrompt, text: str, tokens: int) -> Completion:
         """Describe an answer to a prompt, without its tokens."""
         lengths = {
             "tokens": tokens,
@@ -292,7 +294,7 @@ class Rollouts(SessionPart):
         shown = {"id": asked.id, "prompt": asked.text, "images": self._images_of(asked), "reference": asked.reference}
         return {"step": step, **shown, "answers": answers}
 
-    def _images_of(self, asked: AskedPrompt) -> list[str | dict[str, object]]:
+    def _images_of(self, asked: RolloutPrompt) -> list[str | dict[str, object]]:
         """Return the paths of a prompt's images."""
         return self.plan.steps.dataset.images_of(asked.index)[: len(asked.sample.media)]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from llava_ds.config.bounds import Count, Rate, part_of_steps_problem
+from llava_ds.config.bounds import Count, Rate, step_share_problem
 from llava_ds.config.flags import flags_of
 from llava_ds.extensions.base import ExtensionFlags
 
@@ -48,7 +48,7 @@ class Flags(ExtensionFlags):
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """Yield a line for every conflict: questions need steps, and a model that generates answers."""
-        yield from part_of_steps_problem("sample_steps", self.sample_steps)
+        yield from step_share_problem("sample_steps", self.sample_steps)
         if self.sample_data_path is not None and not self.sample_steps:
             yield f"--sample_data_path {self.sample_data_path} has questions for --sample_steps: give that as well"
         if self.sample_steps and args.traits.scores:

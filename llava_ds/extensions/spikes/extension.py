@@ -18,7 +18,7 @@ from llava_ds.extensions.base import Extension, Hook, Phase, StepEnd
 from llava_ds.extensions.spikes.flags import Flags
 from llava_ds.files.jsonl import RowLog, rows_of
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
-from llava_ds.train.hooks import steps_behind
+from llava_ds.train.hooks import log_lag_steps
 from llava_ds.train.session import Session
 
 FILE = "loss_spikes.jsonl"
@@ -114,11 +114,11 @@ class Spikes(Hook):
     def after_step(self, end: StepEnd) -> None:
         self.spikes.add(end.read)
         # Not at every read of the log: the step to return to must not depend on extra reads.
-        read_at = end.step - steps_behind(self.session.plan.args, self.session.ranks)
+        read_at = end.step - log_lag_steps(self.session.plan.args, self.session.ranks)
         regular = end.finished or read_at % self.training.logging_steps == 0
         if self.spikes.found and (regular or self.session.saves_at(end.step, end.last)):
             end.paused = True
-            self._meet(end.step)
+            self._handle_spikes(end.step)
         if self.spikes.problem is not None:
             end.at_checkpoint = True
             end.problems.append(self.spikes.problem)
@@ -127,7 +127,7 @@ class Spikes(Hook):
         if self.session.ranks.is_first:
             self.spikes.log.write([])  # rows still waiting for disk space
 
-    def _meet(self, step: int) -> None:
+    def _handle_spikes(self, step: int) -> None:
         """Report a spike, and return to the last checkpoint if requested: the samples since then are skipped."""
         session, went_back = self.session, None
         if self.spikes.rewinds:

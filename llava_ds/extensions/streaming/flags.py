@@ -40,7 +40,7 @@ class Flags(ExtensionFlags):
         """known_samples: training begins before all samples are known."""
         return ("known_samples",) if self.stream else ()
 
-    def asked_by(self) -> str:
+    def requested_by(self) -> str:
         """Return the flag that enables streaming."""
         return "--stream True"
 

@@ -31,7 +31,7 @@ from llava_ds.data.dataset import (
     broken,
     check_same_data,
     data_spec,
-    num_of_part,
+    num_held_back,
 )
 from llava_ds.data.encoded_rows import media_of_text
 from llava_ds.data.fingerprint import box_parts, digest_of, options_part, options_that_matter, video_parts
@@ -151,7 +151,7 @@ class StreamedDataset(EncodedDataset):
 
     def without_part(self, fraction: float, seed: int) -> tuple["StreamedDataset", "StreamedDataset"]:
         """Split off a random part of the records, drawn with the seed: returns the rest, and that part."""
-        held_out = num_of_part(len(self), fraction)
+        held_out = num_held_back(len(self), fraction)
         drawn = np.random.default_rng(seed).permutation(len(self)).astype(np.int32)
 
         def part(those: slice) -> StreamedDataset:

@@ -37,32 +37,32 @@ from llava_ds.model.open.pickles import load_pickle
 from llava_ds.model.open.weights import WHOLE, names_in, shapes_in, weight_files
 
 
-def passed_over(
+def ignored_files_of_folder(
     path: str | Path, where: str, *, images: bool = True, template: bool = False, weights: bool = True
 ) -> list[str]:
     """Return one line about all ignored files of a folder, or [].
 
     where: prefix of error messages; images, template, weights: True for the contents read from the folder.
     """
-    clauses = settings_passed_over(path, where) if images else []
+    clauses = ignored_settings(path, where) if images else []
     if template and (taken := processor_template(path, where)) is not None:
-        clauses += templates_passed_over(path, where, taken)
+        clauses += ignored_templates(path, where, taken)
     if is_adapter(path):
-        clauses += _adapters_passed_over(Path(path))
+        clauses += _ignored_adapters(Path(path))
     elif weights:
-        clauses += weights_passed_over(path)
+        clauses += ignored_weights(path)
     order = f"{path} has files that disagree, and the order of transformers {transformers.__version__} decides"
     return [f"{order}: {'; '.join(clauses)}"] if clauses else []
 
 
-def _adapters_passed_over(path: Path) -> list[str]:
+def _ignored_adapters(path: Path) -> list[str]:
     """Return a clause about a second file of an adapter's weights that peft does not read, or []."""
     files = [file for name in ADAPTER_FILES if (file := path / name).is_file()]
     differs = difference(files[:1], files[1:]) if len(files) > 1 else ""
     return [f"weights come from {files[0].name}; {files[1].name} ({differs}) is ignored"] if differs else []
 
 
-def weights_passed_over(path: str | Path) -> list[str]:
+def ignored_weights(path: str | Path) -> list[str]:
     """Return clauses about weights of a folder that transformers ignores and that differ from those it reads.
 
     Compares names, shapes and the first row of every tensor.
@@ -119,7 +119,7 @@ def _is_same(one: tuple[tuple[int, ...], torch.Tensor], other: tuple[tuple[int, 
     return shape == other_shape and torch.equal(row.to(coarser), other_row.to(coarser))
 
 
-def settings_passed_over(folder: str | Path, where: str) -> list[str]:
+def ignored_settings(folder: str | Path, where: str) -> list[str]:
     """Describe settings files that transformers ignores and that differ from those it uses."""
     folder, clauses = Path(folder), []
     found = settings_files(folder, where)
@@ -153,7 +153,7 @@ def _others(folder: Path, taken: dict, other: dict, what: str) -> dict[str, tupl
     return {name: (taken.get(name), other.get(name)) for name in sorted(names) if taken.get(name) != other.get(name)}
 
 
-def templates_passed_over(folder: str | Path, where: str, template: str) -> list[str]:
+def ignored_templates(folder: str | Path, where: str, template: str) -> list[str]:
     """Describe files with another chat template than the one used; [] if none differs."""
     folder = Path(folder)
     texts: dict[str, object] = {TEMPLATE_FILES[0]: old_template(folder, where)}

@@ -65,11 +65,11 @@ def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
     given_projector = bool(projector_files(args.model))
     lines = []
     if folder is not None:
-        from llava_ds.model.open.trained_folder import files_passed_over, flag_defaults
+        from llava_ds.model.open.trained_folder import flag_defaults, ignored_files
 
         if problems := folder.problems(args):
             raise ConfigError("\n".join(problems))
-        lines += files_passed_over(args, folder)
+        lines += ignored_files(args, folder)
         values = flag_defaults(args, folder, brings_projector and not given_projector)
         args = args.replaced(**values)
         if problems := data_problems(args):

@@ -151,7 +151,7 @@ def return_freed_memory() -> Iterator[None]:
         mallopt(M_TRIM_THRESHOLD, 64 * 2**20)
 
 
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+def bit_view(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor's bit patterns as integers of the same size, (numel,)."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.contiguous().view(-1).view(width)
@@ -160,7 +160,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Sum a tensor's bit patterns on its device: exact, independent of order, and additive over partitions."""
     # In pieces, because the sum first converts its input to 64 bits.
-    return torch.stack([piece.sum(dtype=torch.int64) for piece in bits_of(tensor).split(SUM_NUMBERS)]).sum()
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in bit_view(tensor).split(SUM_NUMBERS)]).sum()
 
 
 def _check_arrival(parameters: dict[str, nn.Parameter], sums: torch.Tensor, ranks: Ranks, what: str) -> None:

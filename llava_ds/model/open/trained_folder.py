@@ -16,7 +16,7 @@ from llava_ds.files.model_files import shown
 from llava_ds.model.families.language import config_of, text_config_of_llava, trunk_name
 from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.file_order import passed_over
+from llava_ds.model.open.file_order import ignored_files_of_folder
 from llava_ds.model.open.model_folder import (
     FLAG,
     STAGE_1_HINT,
@@ -85,11 +85,11 @@ def read_llava(path: str, config: dict) -> ModelFolder:
         projector=Source(FLAG, path, formats.projector_from_llava),
         newline=Source(FLAG, path, formats.newline_from_llava) if has_newline else None,
         vision_tower=Source(FLAG, path, formats.tower_from_llava) if has_tower else None,
-        trained_with=trained_with_of(path, config),
+        trained_with=tower_in_config(path, config),
     )
 
 
-def trained_with_of(path: str, config: dict) -> tuple[str | None, int | None]:
+def tower_in_config(path: str, config: dict) -> tuple[str | None, int | None]:
     """Return the tower that a config.json in LLaVA's format names, and the width of its features."""
     for name, kind in (("mm_vision_tower", str), ("mm_hidden_size", int)):
         if not isinstance(value := config.get(name), (kind, type(None))):
@@ -202,16 +202,16 @@ def _as_flags(values: dict[str, object], where: str) -> dict[str, object]:
     return flags
 
 
-def files_passed_over(args: Arguments, folder: ModelFolder) -> list[str]:
+def ignored_files(args: Arguments, folder: ModelFolder) -> list[str]:
     """Return a line for each folder whose files disagree: the model's, an adapter's base, and the towers'."""
     where = f"{FLAG} {folder.path}"
     has_tower, has_template = folder.vision_config is not None, folder.architecture is not None
     own = folder.base or folder.path
-    lines = passed_over(own, where, images=has_tower, template=has_template)
+    lines = ignored_files_of_folder(own, where, images=has_tower, template=has_template)
     if folder.base is not None:  # the adapter's folder may have its own image sizes
-        lines += passed_over(folder.path, where, images=has_tower)
+        lines += ignored_files_of_folder(folder.path, where, images=has_tower)
     for tower in () if has_tower else tower_folders(args.model.vision_tower):
-        lines += passed_over(tower, f"--vision_tower {tower}")
+        lines += ignored_files_of_folder(tower, f"--vision_tower {tower}")
     return lines
 
 

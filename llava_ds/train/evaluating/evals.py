@@ -83,22 +83,22 @@ class Evaluation:
         runner: Runner,
         plan: Plan,
         objective: Objective,
-        asked: list[Measure],
+        own: list[Measure],
         trackers: Trackers,
         ranks: Ranks,
         mesh: Mesh,
     ) -> None:
-        """asked: measures with numbers at every evaluation, added to the eval loss. Collective."""
+        """own: measures with numbers at every evaluation, added to the eval loss. Collective."""
         args, training, num_steps = plan.args, plan.args.training, plan.steps.num_steps
         self._eval_steps = steps_between(training.eval_steps, num_steps)
         self._runner, self._ranks, self._mesh, self._packing = runner, ranks, mesh, plan.steps.packing
-        self._objective, self._asked = objective, asked
+        self._objective, self._own = objective, own
         autocast = plan.resolved.config.get("torch_autocast", {}).get("enabled", False)
         self._precision = torch.autocast(ranks.device.type, plan.resolved.compute_dtype, enabled=autocast)
         self._num_workers, self._eval_set = args.data.dataloader_num_workers, plan.evals.eval_set
         self.log = Evals(plan.output_dir, plan.resumed_step, ranks, trackers)
         self._num_steps, self._last_s = num_steps, 0.0  # seconds of the last evaluation
-        self.measures: list[Measure] = [*asked]
+        self.measures: list[Measure] = [*own]
 
     def is_due(self, step: int, last: bool) -> bool:
         """True if an evaluation is due at a step. last: it is the run's last step."""
@@ -145,14 +145,14 @@ class Evaluation:
                 self._runner, self._eval_set, self._packing, self._num_workers, self._objective, self._mesh
             )
         measured = time.perf_counter()
-        for each in self._asked:
+        for each in self._own:
             scores |= each.scores(self._precision)
         broken = 0 if loss is None else len(self._eval_set) - loss.samples
         seconds = measured - began, time.perf_counter() - measured
         self.log.add(step, loss, scores, broken=broken, seconds=seconds)
 
     def _measures(self, step: int, last: bool) -> bool:
-        has_any = self._eval_set is not None or self._asked
+        has_any = self._eval_set is not None or self._own
         return bool(has_any) and is_at(step, self._eval_steps, last)
 
 

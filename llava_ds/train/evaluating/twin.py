@@ -16,7 +16,7 @@ from llava_ds.model.llava import LlavaModel
 from llava_ds.model.open.hf import attention_options
 
 
-def twin_of(model: LlavaModel) -> LlavaModel:
+def make_twin(model: LlavaModel) -> LlavaModel:
     """Make new modules around the same parameters and buffers, with transformers' attention, to use its cache.
 
     Call it before the engine starts: the engine adds its hooks to the model.

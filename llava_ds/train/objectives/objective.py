@@ -119,7 +119,7 @@ def unseen(objective: Objective, device: torch.device) -> MicroLoss:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """Base of objectives that change another objective's forward(), for SessionPart.of_steps."""
+    """Base of objectives that change another objective's forward(), for SessionPart.training_objective."""
 
     objective: Objective
 

@@ -51,7 +51,7 @@ def main() -> None:
         report.update(idle_share=None, kernel_seconds=None)
         build = session.build_model
         session.build_model = lambda *args, **more: draw(build(*args, **more))
-    loop.run_steps = {"profiled": profiled, "loop": beside_bare}[how](loop.run_steps, report)
+    loop.run_steps = {"profiled": profiled, "loop": compare_with_bare}[how](loop.run_steps, report)
     spec = importlib.util.spec_from_file_location("script", script)
     train = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(train)
@@ -158,7 +158,7 @@ def idle_of(events: Iterable) -> dict[str, float]:
     return {"idle_share": 1 - busy / (until - spans[0][0]), "kernel_seconds": busy / 1e6}
 
 
-def beside_bare(run_steps: Callable[..., None], report: dict[str, object]) -> Callable[..., None]:
+def compare_with_bare(run_steps: Callable[..., None], report: dict[str, object]) -> Callable[..., None]:
     """Run the training loop's last step, after measuring on the windows before it, repeated.
 
     Reports seconds per step of our loop and of a bare one, and their ratio minus 1: medians of alternating rounds.

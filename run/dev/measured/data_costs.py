@@ -112,7 +112,7 @@ def packing(
     balances packs. --pair_cost: a 7B model's.
     """
     if plain:
-        packs._even = lambda *_: None
+        packs._balance = lambda *_: None
     lengths = length_mix(FINETUNE, num_samples, seed=0).tokens
     print("batch  ranks    fill   most by arithmetic   balance")
     for batch_size, dp in itertools.product((128, 256, 512, 1024, 2048), (1, 2, 4, 8, 64)):

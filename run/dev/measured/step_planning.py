@@ -18,7 +18,7 @@ from llava_ds.data.mapped_arrays import Mapped, mapped
 from llava_ds.data.packing import plan_by_tokens
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.data.step_plan import Packing, StepPlan, largest_share
-from llava_ds.runtime.main_thread import older_objects_passed_over
+from llava_ds.runtime.main_thread import frozen_gc
 
 STEPS = 20  # steps whose layout is timed
 MIXED = 1 << 20  # lengths drawn; larger data repeats them in another order
@@ -121,7 +121,7 @@ def plan_as_rank(folder: Path, num_samples: int, packing: Packing, how: str, sea
         next(steps)
     first, cpu = time.perf_counter() - began, time.thread_time() - used
     each = []
-    with older_objects_passed_over():  # as in a run
+    with frozen_gc():  # as in a run
         for _ in range(min(STEPS, order.steps_per_epoch - 1)):
             began = time.process_time()
             next(steps)

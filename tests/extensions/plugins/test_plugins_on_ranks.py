@@ -208,7 +208,7 @@ class Head(nn.Module):
 
 
 class Part(SessionPart):
-    def of_steps(self, plain):
+    def training_objective(self, plain):
         return HiddenLoss(plain, "idea", 1.0, lambda batch: batch.target_positions, self._values)
 
     def _values(self, model, hidden, batch):

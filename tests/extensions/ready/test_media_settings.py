@@ -27,9 +27,9 @@ from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.sources import SourceOptions, open_sources, to_sample
 from llava_ds.extensions.infer.generate import Prompt, media_of
 from llava_ds.extensions.ready.family import media_ids
-from llava_ds.extensions.ready.ready_tilings import cut_as_asked
+from llava_ds.extensions.ready.ready_tilings import cut_to_requested_size
 from llava_ds.model.open.model_plan import read_parts
-from llava_ds.tilings import AskedSize
+from llava_ds.tilings import RequestedSize
 from llava_ds.videos import Clip, Footage, FrameChoice
 
 CELL = 2 * PATCH  # pixels along a cell of a tiny Qwen
@@ -255,14 +255,14 @@ def test_qwens_images_have_the_size_that_their_part_asks_for(name, family, model
 @pytest.mark.parametrize(
     ("asked", "frames", "expected"),
     [  # of qwen-vl-utils 0.0.14 for frames of 640 x 480 and cells of 28 pixels
-        (AskedSize(most=360 * 420), 8, (448, 336)),
-        (AskedSize(least=128 * 784, total=20480 * 784), 200, (448, 336)),
-        (AskedSize(resized=(420, 280)), 4, (420, 280)),
-        (AskedSize(least=4 * 784), 4, (644, 476)),
+        (RequestedSize(most=360 * 420), 8, (448, 336)),
+        (RequestedSize(least=128 * 784, total=20480 * 784), 200, (448, 336)),
+        (RequestedSize(resized=(420, 280)), 4, (420, 280)),
+        (RequestedSize(least=4 * 784), 4, (644, 476)),
     ],
 )
 def test_frames_have_the_size_that_their_part_asks_for(asked, frames, expected):
-    assert cut_as_asked(asked, (640, 480), 28, float("inf"), frames).steps == (expected,)
+    assert cut_to_requested_size(asked, (640, 480), 28, float("inf"), frames).steps == (expected,)
 
 
 def test_boxes_are_on_the_image_as_its_part_resizes_it(model, folder, tmp_path):
@@ -383,7 +383,7 @@ def test_frames_that_a_video_does_not_have_are_refused(settings, expected, model
 
 def test_a_size_that_no_image_can_have_is_refused():
     with pytest.raises(DataError, match="requires a size of at least 10,000,000 and at most 4,194,304 pixels"):
-        cut_as_asked(AskedSize(least=10**7), (64, 48), CELL, 4096)
+        cut_to_requested_size(RequestedSize(least=10**7), (64, 48), CELL, 4096)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.evaluating.sampling import DrawRules, draw_answers, numbers_for
-from llava_ds.train.evaluating.twin import twin_of
+from llava_ds.train.evaluating.twin import make_twin
 
 CPU = torch.device("cpu")
 RANKS = Ranks(0, 0, 1, CPU)
@@ -324,12 +324,12 @@ def drawn(ready):
         prompts.append(LoadedSample(ids, torch.full_like(ids, IGNORE_INDEX), sample.media))
     rules = DrawRules(4, 6, 512, tuple(range(0, len(ready.plan.tokenizer), 6)), ready.options, temperature=0.7)
     numbers = [numbers_for(rules, 0, 1, i) for i in range(len(prompts))]
-    answers = draw_answers(twin_of(ready.model), prompts, numbers, rules)
+    answers = draw_answers(make_twin(ready.model), prompts, numbers, rules)
     rng, groups = np.random.default_rng(3), []
     for i, each in enumerate(answers):
         reward = {one: float(rng.integers(5)) for one in each}
         rewards = np.array([reward[one] for one in each])
-        groups.append(rl.Group(rl.AskedPrompt(i, str(i), prompts[i], "?", "!"), each, rewards[None], rewards))
+        groups.append(rl.Group(rl.RolloutPrompt(i, str(i), prompts[i], "?", "!"), each, rewards[None], rewards))
     return SimpleNamespace(groups=groups, temperature=rules.temperature)
 
 

@@ -21,7 +21,7 @@ from llava_ds.extensions.infer.load import load_model
 from llava_ds.extensions.ready.ready_trial import _tiles_of
 from llava_ds.files.processor_files import SETTINGS_FILES
 from llava_ds.geometry import media_layout
-from llava_ds.model.open.file_order import passed_over
+from llava_ds.model.open.file_order import ignored_files_of_folder
 from llava_ds.model.open.model_plan import plan_model
 
 FIRST, WHOLE, VIDEO = SETTINGS_FILES
@@ -66,7 +66,7 @@ def check_files(export: ExportPlan, out: Path) -> None:
     tokenizer = json.loads((out / "tokenizer_config.json").read_text()).get("chat_template")
     named = {one["name"]: one["template"] for one in tokenizer} if isinstance(tokenizer, list) else {}
     assert tokenizer is None or named.get("default", tokenizer) == template
-    assert passed_over(out, "--flag", template=True) == []
+    assert ignored_files_of_folder(out, "--flag", template=True) == []
 
 
 def check_pixels(export: ExportPlan, out: Path) -> None:
@@ -92,7 +92,7 @@ def check_pixels(export: ExportPlan, out: Path) -> None:
 def test_an_export_holds_one_set_whatever_the_folder_held(tmp_path, family):
     write_ready(tmp_path / "base", family)
     template = disagree(tmp_path / "base")
-    assert "is not used" in passed_over(tmp_path / "base", "--flag", template=True)[0]
+    assert "is not used" in ignored_files_of_folder(tmp_path / "base", "--flag", template=True)[0]
     export, out = exported(tmp_path / "base", tmp_path / "out")
     assert export.model.tokenizer.chat_template == template
     check_files(export, out)

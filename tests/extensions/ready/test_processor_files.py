@@ -18,7 +18,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.extensions.infer.load import load_model
 from llava_ds.files.model_files import adapter_file
 from llava_ds.files.processor_files import image_settings, processor_template, video_settings
-from llava_ds.model.open.file_order import passed_over, weights_passed_over
+from llava_ds.model.open.file_order import ignored_files_of_folder, ignored_weights
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.open.model_plan import plan_model, read_parts
 from llava_ds.model.open.tower import plan_tower, read_processor, read_vision_config
@@ -41,7 +41,7 @@ def change_inner(file: Path, inner: str, **values: object) -> None:
 
 
 def line_of(folder: Path, **what: bool) -> str:
-    lines = passed_over(folder, "--flag", **{"template": True, **what})
+    lines = ignored_files_of_folder(folder, "--flag", **{"template": True, **what})
     assert len(lines) <= 1
     return "".join(lines)
 
@@ -277,19 +277,19 @@ def test_the_same_weights_twice_are_not_worth_a_line(shards):
     tensors = all_tensors(shards)
     torch.save({name: tensor.half() for name, tensor in tensors.items()}, shards / "pytorch_model.bin")
     save_file(tensors, shards / "model.safetensors", {"format": "pt"})
-    assert weights_passed_over(shards) == []
+    assert ignored_weights(shards) == []
     torch.save(dict(list(tensors.items())[:-1]), shards / "pytorch_model.bin")
-    [clause] = weights_passed_over(shards)
+    [clause] = ignored_weights(shards)
     assert f"pytorch_model.bin (holds {len(tensors) - 1} tensors instead of {len(tensors)}) is ignored" in clause
     (shards / "pytorch_model.bin").write_bytes(b"cut")
-    assert "pytorch_model.bin (can't be read) is ignored" in weights_passed_over(shards)[0]
+    assert "pytorch_model.bin (can't be read) is ignored" in ignored_weights(shards)[0]
 
 
 def test_what_is_passed_over_may_be_damaged(shards):
     save_file(all_tensors(shards), shards / "model.safetensors", {"format": "pt"})
     (shards / "model.safetensors.index.json").write_text("{")
     assert weight_files(shards) == [shards / "model.safetensors"]
-    assert weights_passed_over(shards) == []
+    assert ignored_weights(shards) == []
 
 
 @pytest.mark.parametrize("name", ["gone.safetensors", "../model.safetensors", 3, "config.json"])

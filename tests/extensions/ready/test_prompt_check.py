@@ -24,7 +24,7 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.constants import IGNORE_INDEX, ConfigError
 from llava_ds.data.encode import Encoder, EncodingOptions, encoder_of
 from llava_ds.data.end_markers import check_tokenizer
-from llava_ds.data.prompt_check import PromptCheck, fitting_variables, has_thought, with_asked_prompt
+from llava_ds.data.prompt_check import PromptCheck, fitting_variables, has_thought, with_generation_prompt
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.templates import TEMPLATES as LLAVAS
 from llava_ds.geometry import ImageOptions
@@ -454,12 +454,12 @@ def test_answers_to_draw_are_asked_for_as_at_inference(template, name, behind):
     options = EncodingOptions(template, 4096, supervise_last_turn_only=True, answer_is_reference=True)
     encoder = Encoder(tokenizer, options)
     [learned] = encoder.encode_batch([(conversation, [3])])
-    found = with_asked_prompt(encoder, conversation, [3], learned)
+    found = with_generation_prompt(encoder, conversation, [3], learned)
     prompt = encoder.prompt_ids(talk, [3])
     assert found.input_ids.tolist() == learned.input_ids.tolist()
     assert found.input_ids[: len(prompt)].tolist() == prompt and (found.labels[: len(prompt)] == IGNORE_INDEX).all()
     assert found.labels[len(prompt) :].tolist() == found.input_ids[len(prompt) :].tolist()
     assert text_of_ids(found.labels[len(prompt) :].tolist(), tokenizer) == behind
     short = replace(encoder.options, max_length=len(prompt) + 1)
-    cut = with_asked_prompt(Encoder(tokenizer, short), conversation, [3], learned.cut(len(prompt) + 1))
+    cut = with_generation_prompt(Encoder(tokenizer, short), conversation, [3], learned.cut(len(prompt) + 1))
     assert len(cut.input_ids) == len(prompt) + 1 and cut.truncated and cut.num_targets == 1

@@ -18,7 +18,7 @@ from llava_ds.model.open.loading import load_weights
 from llava_ds.model.open.model_plan import open_part, plan_model
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.evaluating.sampling import DrawRules, draw_answers
-from llava_ds.train.evaluating.twin import twin_of
+from llava_ds.train.evaluating.twin import make_twin
 
 TOKENS, TOGETHER = 6, 10
 QUICK = "qwen3_vl"  # three axes of positions, and features for later layers
@@ -58,7 +58,7 @@ def test_drawn_answers_are_transformers(family, number, tmp_path):
         samples.append(LoadedSample(ids, ids, decode_media(media, False, options)))
     ends = tuple(end_markers("processor", plan.tokenizer))
     rules = DrawRules(1, TOKENS, 2048, ends, options, top_k=1)
-    twin, found = twin_of(model), []
+    twin, found = make_twin(model), []
     for first in range(0, number, TOGETHER):
         some = samples[first : first + TOGETHER]
         drawn = draw_answers(twin, some, [np.zeros((1, TOKENS))] * len(some), rules)

@@ -40,7 +40,7 @@ def test_every_tensor_has_its_part_and_its_name(folder):
     names = ReadyNames(read.architecture, read.text_config)
     on_disk = load_file(folder / "model.safetensors").keys()
     known = names_in_folder(names, on_disk)
-    beside = {name for name in on_disk if names.is_beside(names.to_memory(name))}
+    beside = {name for name in on_disk if names.is_unused_part(names.to_memory(name))}
     assert any("audio_tower" in name for name in beside) == (
         read.architecture.config.to_dict().get("audio_config") is not None
     )
@@ -48,7 +48,7 @@ def test_every_tensor_has_its_part_and_its_name(folder):
     assert {names.to_memory(name): names.from_part(part) for part, name in known.items()} == {
         name: name
         for name in names.in_memory
-        if not names.is_beside(name) and not (read.text_config.tie_word_embeddings and name == "lm_head.weight")
+        if not names.is_unused_part(name) and not (read.text_config.tie_word_embeddings and name == "lm_head.weight")
     }
     for part, prefix in (("vision_tower", "tower."), ("projector", "connector."), ("language_model", "")):
         source = getattr(read, part)

@@ -16,8 +16,8 @@ from llava_ds.data.step_plan import Packing
 from llava_ds.engine.construct import build_model
 from llava_ds.extensions.rl.grpo import GRPO, Correction, PolicyLoss, advantages_of
 from llava_ds.extensions.rl.policy_batches import (
-    AskedPrompt,
     Group,
+    RolloutPrompt,
     has_no_signal,
     pack,
     policy_batch,
@@ -32,7 +32,7 @@ from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.evaluating.sampling import Answer, DrawRules, draw_answers, numbers_for
-from llava_ds.train.evaluating.twin import frozen_copy, twin_of
+from llava_ds.train.evaluating.twin import frozen_copy, make_twin
 
 CPU = torch.device("cpu")
 MOST, GROUP = 5, 8
@@ -58,7 +58,7 @@ def toy(tmp_path_factory, request):
         ids = sample.input_ids[:begin]
         prompts.append(LoadedSample(ids, torch.full_like(ids, IGNORE_INDEX), sample.media))
     rules = DrawRules(GROUP, MOST, 512, ENDS, options)
-    twin = twin_of(model)
+    twin = make_twin(model)
     numbers = [numbers_for(rules, 0, 1, i) for i in range(len(prompts))]
     drawn = draw_answers(twin, prompts, numbers, rules)
     return SimpleNamespace(model=model, twin=twin, prompts=prompts, rules=rules, drawn=drawn, options=options)
@@ -76,7 +76,7 @@ def groups_of(toy, seed: int = 0) -> list[Group]:
     for i, answers in enumerate(toy.drawn):
         reward = {answer: float(rng.integers(4)) for answer in answers}
         rewards = np.array([1.3 if i == len(toy.drawn) - 1 else reward[answer] for answer in answers])
-        groups.append(Group(AskedPrompt(i, str(i), toy.prompts[i], "?", "!"), answers, rewards[None], rewards))
+        groups.append(Group(RolloutPrompt(i, str(i), toy.prompts[i], "?", "!"), answers, rewards[None], rewards))
     return groups
 
 

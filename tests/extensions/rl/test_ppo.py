@@ -21,7 +21,7 @@ from llava_ds.engine.param_groups import choose_trainable, parameter_groups
 from llava_ds.export.tensors import live_entries
 from llava_ds.extensions.rl.critic import plan_critic
 from llava_ds.extensions.rl.grpo import Drawn
-from llava_ds.extensions.rl.policy_batches import AskedPrompt, Group, pack, policy_batch, totals_of
+from llava_ds.extensions.rl.policy_batches import Group, RolloutPrompt, pack, policy_batch, totals_of
 from llava_ds.extensions.rl.ppo import PPO, ActorCritic, ActorCriticLoss, advantages_over, token_rewards
 from llava_ds.extensions.rl.value_batches import rewarded_answers, value_batches
 from llava_ds.geometry import ImageOptions
@@ -31,7 +31,7 @@ from llava_ds.model.open.value_head import Values
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.evaluating.sampling import Answer, DrawRules, draw_answers, numbers_for
-from llava_ds.train.evaluating.twin import twin_of
+from llava_ds.train.evaluating.twin import make_twin
 
 CPU = torch.device("cpu")
 MOST, GROUP = 5, 8
@@ -52,7 +52,7 @@ def toy(tmp_path_factory):
     args = ModelArguments(**toys.write_base(folder / "base"))
     plan = plan_model(args, 512)
     model = build(plan, args, 0)
-    twin = twin_of(model)
+    twin = make_twin(model)
     model.critic = build(dataclasses.replace(plan, has_value_head=True), args, 1)
     torch.manual_seed(0)
     torch.nn.init.normal_(next(model.critic.value_head.parameters()), std=0.3)
@@ -85,7 +85,7 @@ def groups_of(toy) -> list[Group]:
     for i, answers in enumerate(toy.drawn):
         reward = {answer: float(rng.integers(9)) - 1.0 for answer in answers}
         rewards = np.array([reward[answer] for answer in answers])
-        groups.append(Group(AskedPrompt(i, str(i), toy.prompts[i], "?", "!"), answers, rewards[None], rewards))
+        groups.append(Group(RolloutPrompt(i, str(i), toy.prompts[i], "?", "!"), answers, rewards[None], rewards))
     return groups
 
 

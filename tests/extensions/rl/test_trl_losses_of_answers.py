@@ -15,7 +15,7 @@ import toys
 from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample
 from llava_ds.extensions.rl.grpo import GRPO, PolicyLoss, advantages_of
-from llava_ds.extensions.rl.policy_batches import AskedPrompt, Group, policy_batch, totals_of, trained_answers
+from llava_ds.extensions.rl.policy_batches import Group, RolloutPrompt, policy_batch, totals_of, trained_answers
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.train.evaluating.sampling import Answer
 
@@ -27,7 +27,7 @@ def groups() -> list[Group]:
     found = []
     for i, group in enumerate(POLICY["groups"]):
         ids = torch.tensor(group["prompt_ids"])
-        prompt = AskedPrompt(i, str(i), LoadedSample(ids, torch.full_like(ids, IGNORE_INDEX), []), "?", "!")
+        prompt = RolloutPrompt(i, str(i), LoadedSample(ids, torch.full_like(ids, IGNORE_INDEX), []), "?", "!")
         answers = [Answer(tuple(a["ids"]), tuple(a["log_probs"]), 0.0, a["ended"]) for a in group["answers"]]
         rewards = np.array(group["rewards"])
         found.append(Group(prompt, answers, rewards[None], rewards))
