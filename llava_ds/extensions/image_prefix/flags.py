@@ -35,7 +35,7 @@ class Flags(ExtensionFlags):
         "step has fewer images then.",
     )
 
-    def asked_by(self) -> str:
+    def requested_by(self) -> str:
         """Return the flag that shares."""
         return "--share_image_prefix True"
 
