@@ -27,7 +27,7 @@ BARS = {
     "feature words": 60,
     "kernel files": 39,
     "kernel lines": 5795,
-    "all lines": 74220,
+    "all lines": 74226,
 }
 
 # What one reads to understand training.
