@@ -68,7 +68,8 @@ def loaded(own: Mapping[str, ExtensionFlags], core: Iterable[object] = ()) -> di
 
 def traits_of(objective: str, own: Mapping[str, ExtensionFlags]) -> ObjectiveTraits:
     """Return the traits of an objective, defined by the core or an extension."""
-    return next(filter(None, (flags.traits(objective) for flags in own.values())), ObjectiveTraits())
+    traits = next(filter(None, (flags.traits(objective) for flags in own.values())), ObjectiveTraits())
+    return traits._replace(other_columns=True) if any(flags.judges for flags in own.values()) else traits
 
 
 @dataclass(frozen=True)

@@ -146,9 +146,10 @@ class ExtensionFlags:
     numbers with a chart, by name; compiles: layers may be compiled; fuses: text of the flag that fuses layer kernels;
     needs_text: useless for a model that generates no text; of_model: the flags define the model, and are also in
     ModelArguments.own; differs: why the exported model gives other logits than training, "" if it gives the same;
-    data_path: the source of takes_samples. keys: dotted keys of the DeepSpeed JSON that set a flag;
-    other_keys: other trainers' keys for it, in the form of UNSUPPORTED in engine/ds_config/keys.py; other_names: other
-    trainers' flag names, by flag; not_here: other trainers' flags without a counterpart, by reason.
+    data_path: the source of takes_samples; judges: rewards drawn answers by the records' columns. keys: dotted keys of
+    the DeepSpeed JSON that set a flag; other_keys: other trainers' keys for it, in the form of UNSUPPORTED in
+    engine/ds_config/keys.py; other_names: other trainers' flag names, by flag; not_here: other trainers' flags without
+    a counterpart, by reason.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}
@@ -162,6 +163,7 @@ class ExtensionFlags:
     of_model: ClassVar[bool] = False
     differs: ClassVar[str] = ""
     data_path: ClassVar[str | None] = None
+    judges: ClassVar[bool] = False
     keys: ClassVar[Mapping[str, str]] = {}
     other_keys: ClassVar[Mapping[str, tuple[tuple, str]]] = {}
     other_names: ClassVar[Mapping[str, str]] = {}

@@ -87,6 +87,11 @@ EXTENSIONS: dict[str, Trigger] = {
         "teacher_model_name_or_path beta temperature sft_alpha",
         adds={"objective": {"gkd": "a teacher's distribution of every token (docs/distill.md)"}},
     ),
+    "environment": Trigger(
+        "answers in several turns, with an environment between them",
+        "environment max_turns max_turn_length",
+        requires="rl",
+    ),
     "planning": Trigger(
         "a run's memory and speed before it starts, and settings that fit",
         "",

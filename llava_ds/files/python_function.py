@@ -1,4 +1,4 @@
-"""Load a function from a Python file that a flag names. It runs with the user's rights."""
+"""Load a function or a class from a Python file that a flag names. It runs with the user's rights."""
 
 import importlib.util
 import inspect
@@ -9,15 +9,9 @@ from pathlib import Path
 from llava_ds.constants import ConfigError, DataError, in_short
 
 
-def function_of_file(flag: str, name: str, may_skip: bool = False) -> Callable[..., list[float]]:
-    """Load path.py:function: a function from prompts, completions, references and ids to a list of numbers.
-
-    The file is run. The returned function takes these four lists, and optionally further lists by name, columns; the
-    user's gets those that its parameters name, or all with **. may_skip: it may return None for a completion (becomes
-    nan). Raises ConfigError if the function is missing; the returned function raises DataError if the user's has
-    parameters without a list, or does not return such a list.
-    """
-    path, _, function_name = name.rpartition(":")
+def attribute_of_file(flag: str, name: str, kind: str) -> Callable:
+    """Load path.py:name. kind: "function" or "class". Raises ConfigError if the file can't be run, or lacks it."""
+    path, _, attribute = name.rpartition(":")
     file = Path(path).expanduser()
     if file.suffix != ".py" or not file.is_file():
         raise ConfigError(f"{flag} {name}: no Python file {path} found")
@@ -27,9 +21,21 @@ def function_of_file(flag: str, name: str, may_skip: bool = False) -> Callable[.
         spec.loader.exec_module(module)
     except Exception as error:
         raise ConfigError(f"{flag} {name}: {file} can't be run: {in_short(repr(error))}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ConfigError(f"{flag} {name}: {file} has no function {function_name}")
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise ConfigError(f"{flag} {name}: {file} has no {kind} {attribute}")
+    return found
+
+
+def function_of_file(flag: str, name: str, may_skip: bool = False) -> Callable[..., list[float]]:
+    """Load path.py:function: a function from prompts, completions, references and ids to a list of numbers.
+
+    The file is run. The returned function takes these four lists, and optionally further lists by name, columns; the
+    user's gets those that its parameters name, or all with **. may_skip: it may return None for a completion (becomes
+    nan). Raises ConfigError if the function is missing; the returned function raises DataError if the user's has
+    parameters without a list, or does not return such a list.
+    """
+    function = attribute_of_file(flag, name, "function")
 
     def of_all(
         prompts: list[str],

@@ -236,7 +236,8 @@ class Flags(ExtensionFlags):
     def problems(self, args: "Arguments") -> Iterator[str]:
         """Yield missing and conflicting flags."""
         data, training = args.data, args.training
-        if self.reward_funcs is None and self.reward_model_name_or_path is None:
+        has_others = any(flags.judges for flags in args.own.values())
+        if self.reward_funcs is None and self.reward_model_name_or_path is None and not has_others:
             yield (
                 f"--objective {training.objective} needs --reward_funcs or --reward_model_name_or_path: name what "
                 "answers are judged by, like --reward_funcs exact"

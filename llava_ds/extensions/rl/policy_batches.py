@@ -6,17 +6,17 @@ equal rewards have no advantage; they are left out unless a reference model or a
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample, collate, counts_of
 from llava_ds.data.loader import MicroBatch, numbers_of
 from llava_ds.data.packing import plan_by_tokens
 from llava_ds.data.step_plan import Packing
+from llava_ds.extensions.rl.drawer import AskedPrompt, whole_sample
 from llava_ds.extensions.rl.flags import Flags
 from llava_ds.extensions.rl.grpo import Drawn, advantages_of
 from llava_ds.extensions.rl.rewards import Reward
@@ -24,19 +24,6 @@ from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.waiting import waiting
 from llava_ds.train.evaluating.sampling import Answer
-
-
-@dataclass(frozen=True)
-class RolloutPrompt:
-    """A sample up to its last answer. text: the question, as rewards see it; reference: the record's answer; columns:
-    the record's other columns."""
-
-    index: int
-    id: str
-    sample: LoadedSample
-    text: str
-    reference: str
-    columns: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,19 +57,13 @@ class TrainedAnswer:
     def sample(self) -> LoadedSample:
         """Prompt and supervised answer. Answers to one prompt share its images."""
         prompt = self.prompt.sample
-        return replace(with_answer(prompt, self.answer.ids), shared=len(prompt.input_ids) * self.shares)
+        return replace(whole_sample(prompt, self.answer), shared=len(prompt.input_ids) * self.shares)
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens in the pack."""
-        return len(self.answer.ids) + len(self.prompt.sample.input_ids) * (not self.shares)
-
-
-def with_answer(asked: LoadedSample, answer: Sequence[int]) -> LoadedSample:
-    """Append an answer's ids, supervised, to a prompt."""
-    ids = torch.tensor(answer)
-    labels = torch.cat([torch.full_like(asked.input_ids, IGNORE_INDEX), ids])
-    return LoadedSample(torch.cat([asked.input_ids, ids]), labels, asked.media, asked.source)
+        sample = self.sample
+        return len(sample.input_ids) - sample.shared
 
 
 @dataclass(frozen=True)

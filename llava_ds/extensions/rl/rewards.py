@@ -28,7 +28,8 @@ class Completion:
     """An answer as rewards see it.
 
     reference: the record's answer; tokens: the answer's, of at most max_tokens; sample: prompt and answer as tokens,
-    with the images; columns: the record's other columns; punished: the last tokens of max_tokens that cost reward.
+    with the images; columns: the record's other columns; punished: the last tokens of max_tokens that cost reward; own:
+    a reward that comes with the answer, nan for none.
     """
 
     prompt: str
@@ -40,6 +41,7 @@ class Completion:
     sample: LoadedSample | None = None
     columns: Mapping[str, object] = field(default_factory=dict)
     punished: int | None = None
+    own: float = math.nan
 
 
 def exact(one: Completion) -> float:

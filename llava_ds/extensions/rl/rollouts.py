@@ -21,6 +21,7 @@ from llava_ds.data.loader import Counts, MicroBatch, Window
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.extensions.base import SessionPart
 from llava_ds.extensions.rl.critic import add_critic
+from llava_ds.extensions.rl.drawer import AskedPrompt, Drawer, Episode, whole_sample
 from llava_ds.extensions.rl.flags import Flags
 from llava_ds.extensions.rl.policy_batches import (
     Group,
@@ -33,7 +34,6 @@ from llava_ds.extensions.rl.policy_batches import (
     sums_of_ranks,
     totals_of,
     trained_answers,
-    with_answer,
 )
 from llava_ds.extensions.rl.ppo import ActorCritic
 from llava_ds.extensions.rl.rewards import Completion, model_rewards, try_rewards
@@ -85,6 +85,7 @@ class Rollouts(SessionPart):
             top_k=self._flags.top_k,
             top_p=self._flags.top_p,
         )
+        self._drawer = next((own for own in plan.own.values() if isinstance(own, Drawer)), None)
         self._groups_seen = self._groups_without_signal = 0
         critic, configs = plan.own["rl"].critic, [plan.model.text_config]
         if critic is not None:
@@ -105,17 +106,22 @@ class Rollouts(SessionPart):
         if own.reward_model is not None:
             judge = Scorer(own.reward_model, plan.resolved.compute_dtype, ranks)
             self._rewards = (*own.rewards[:-1], replace(own.rewards[-1], of_all=partial(model_rewards, judge)))
+        if self._drawer is not None:
+            self._rewards = (*self._rewards, self._drawer.reward)
         if own.critic is not None:
             add_critic(model, own.critic, plan.resolved, plan.args, ranks)
 
     def _try_rewards(self) -> None:
-        """Call the user's reward functions before the model is built. Raises DataError for one that fails."""
+        """Call the user's code before the model is built. Raises DataError if it fails."""
         rewards, dataset = self.plan.own["rl"].rewards, self.plan.steps.dataset
         self._names = {}
-        if any(reward.of_user for reward in rewards):
+        if self._drawer is not None or any(reward.of_user for reward in rewards):
             some = dataset.rows[np.linspace(0, len(dataset) - 1, min(len(dataset), NAMED_BY)).astype(int)].tolist()
             self._names = dict.fromkeys(name for number in some for name in self._columns_of(dataset.row(number)))
             for asked in self._prompts([0])[0]:
+                if self._drawer is not None:
+                    self._drawer.try_out(asked, self._rules)
+                    asked = replace(asked, columns={**asked.columns, **{name: [] for name in self._drawer.columns}})
                 try_rewards(rewards, self._completion(asked, asked.reference, 1))
 
     def _columns_of(self, row: dict[str, object]) -> dict[str, object]:
@@ -184,7 +190,7 @@ class Rollouts(SessionPart):
         With --dynamic_sample, a group without a signal is replaced by answers to another prompt. The choice depends on
         --seed, the step and the prompt alone.
         """
-        flags, places = self._flags, list(range(len(prompts)))
+        flags, places, replaced = self._flags, list(range(len(prompts))), set()
         groups = self._answered((step, 0), prompts, prompts)
         if not flags.dynamic_sample:
             return groups, {}
@@ -194,10 +200,11 @@ class Rollouts(SessionPart):
                 break
             found = [(i, other) for i in places if (other := self._another((step, attempt), prompts[i])) is not None]
             new = self._answered((step, attempt), [prompts[i] for i, _ in found], [other for _, other in found])
-            for (i, _), group in zip(found, new):
-                groups[i] = groups[i] if has_no_signal(group) else group
-        replaced = sum(group.prompt is not prompt for group, prompt in zip(groups, prompts))
-        return groups, {"frac_resampled": torch.tensor(float(replaced), dtype=torch.float64, device=self.ranks.device)}
+            better = {i: group for (i, _), group in zip(found, new) if not has_no_signal(group)}
+            replaced.update(better)
+            groups = [better.get(i, group) for i, group in enumerate(groups)]
+        number = torch.tensor(float(len(replaced)), dtype=torch.float64, device=self.ranks.device)
+        return groups, {"frac_resampled": number}
 
     def _another(self, turn: tuple[int, int], prompt: RolloutPrompt) -> RolloutPrompt | None:
         """Choose another prompt; None if it is broken; its own step will report that."""
@@ -211,36 +218,33 @@ class Rollouts(SessionPart):
 
         turn: step and attempt; slots: the prompts of the step that these prompts replace, or the same.
         """
-        answers = self._draw(turn, slots, prompts)
-        return on_every_rank(self.ranks, lambda: self._score(prompts, answers))
+        drawn = self._draw(turn, slots, prompts)
+        return on_every_rank(self.ranks, lambda: self._score(*drawn))
 
     def _draw(
-        self, turn: tuple[int, int], slots: list[RolloutPrompt], prompts: list[RolloutPrompt]
-    ) -> list[list[Answer]]:
-        """Generate the answers to each prompt, a few prompts at a time."""
+        self, turn: tuple[int, int], slots: list[AskedPrompt], prompts: list[AskedPrompt]
+    ) -> tuple[list[AskedPrompt], list[list[Answer]]]:
+        """Generate the answers to each prompt, a few prompts at a time. Returns also the prompts as they were asked."""
         found, (step, attempt) = [], turn
         seeds = [(self.plan.args.training.seed, step, slot.index, attempt) for slot in slots]
         if self._server is not None:
             places = [self._images_of(prompt) for prompt in prompts]
             samples = [prompt.sample for prompt in prompts]
-            return on_every_rank(self.ranks, lambda: self._server.draw(samples, places, seeds, self._rules))
-        size = self._flags.per_device_generation_batch_size
+            return prompts, on_every_rank(self.ranks, lambda: self._server.draw(samples, places, seeds, self._rules))
+        size, drawer = self._flags.per_device_generation_batch_size, self._drawer
         with whole_weights(self._twin), self._precision():
+            if drawer is not None:
+                pairs = on_every_rank(self.ranks, lambda: drawer.draw(self._twin, prompts, seeds, self._rules))
+                return [asked for asked, _ in pairs], [episodes for _, episodes in pairs]
             for first in range(0, len(prompts), size):
                 some = prompts[first : first + size]
                 numbers = [numbers_for(self._rules, *each) for each in seeds[first : first + size]]
                 found += draw_answers(self._twin, [prompt.sample for prompt in some], numbers, self._rules)
-        return found
+        return prompts, found
 
     def _score(self, prompts: list[RolloutPrompt], answers: list[list[Answer]]) -> list[Group]:
         """Reward the answers to each prompt."""
-        completions = [
-            replace(
-                self._completion(asked, self._text_of(one), len(one.ids)), sample=with_answer(asked.sample, one.ids)
-            )
-            for asked, some in zip(prompts, answers)
-            for one in some
-        ]
+        completions = [self._judged(asked, one) for asked, some in zip(prompts, answers) for one in some]
         shape = (len(self._rewards), len(prompts), self._rules.num_answers)
         by_function = np.array([reward.of_all(completions) for reward in self._rewards]).reshape(shape)
         weights = np.array([reward.weight for reward in self._rewards])
@@ -249,7 +253,16 @@ class Rollouts(SessionPart):
             for i, (asked, some) in enumerate(zip(prompts, answers))
         ]
 
-    def _completion(self, asked: RolloutPrompt, text: str, tokens: int) -> Completion:
+    def _judged(self, asked: AskedPrompt, answer: Answer) -> Completion:
+        """Describe a drawn answer."""
+        sample = whole_sample(asked.sample, answer)
+        tokens = len(sample.input_ids) - len(asked.sample.input_ids)
+        found = replace(self._completion(asked, self._text_of(answer), tokens), sample=sample)
+        if isinstance(answer, Episode):
+            found = replace(found, columns={**asked.columns, **answer.columns}, own=answer.reward)
+        return found
+
+    def _completion(self, asked: AskedPrompt, text: str, tokens: int) -> Completion:
         """Describe an answer to a prompt, without its tokens."""
         lengths = {
             "tokens": tokens,
@@ -280,14 +293,20 @@ class Rollouts(SessionPart):
         )
 
     def _text_of(self, answer: Answer) -> str:
-        """Decode an answer without its special tokens."""
+        """Decode an answer, or its last turn, without its special tokens."""
+        if isinstance(answer, Episode):
+            return answer.text
         return self.plan.model.tokenizer.decode(answer.ids, skip_special_tokens=True).strip()
 
     def _shown(self, step: int, group: Group) -> dict[str, object]:
         """Return a row of rollouts.jsonl: the distinct answers to a prompt, the highest reward first."""
         times = Counter(zip(group.answers, group.rewards.tolist()))
         answers = [
-            {"text": self._text_of(answer), "reward": reward, "times": number}
+            {
+                "text": answer.shown if isinstance(answer, Episode) else self._text_of(answer),
+                "reward": reward,
+                "times": number,
+            }
             for (answer, reward), number in sorted(times.items(), key=lambda item: -item[0][1])
         ]
         asked = group.prompt
@@ -322,6 +341,11 @@ class Rollouts(SessionPart):
         with queuing():
             found = [self._with_log_probs(engine, batch) for batch in moved]
         batches = [batch for batch, _ in found]
+        if self._drawer is not None:
+            own = self._drawer.metrics([group.answers for group in groups])
+            metrics |= {
+                name: torch.tensor(value, dtype=torch.float64, device=engine.device) for name, value in own.items()
+            }
         if self._has_critic:
             batches, more = value_batches(batches, [values for _, values in found], totals, flags, mesh)
             metrics |= more
