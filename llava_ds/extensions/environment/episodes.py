@@ -17,7 +17,7 @@ from llava_ds.data.encoded_rows import media_from_text
 from llava_ds.data.images.decode import load_images
 from llava_ds.extensions.environment.observed import ObservationEncoder, tiles_of
 from llava_ds.extensions.environment.user_class import FLAG, Game, Observation, class_of_file
-from llava_ds.extensions.rl.drawer import AskedPrompt, Drawer, Episode
+from llava_ds.extensions.rl.drawer import Drawer, Episode, RolloutPrompt
 from llava_ds.extensions.rl.rewards import Reward
 from llava_ds.layouts import MediaLayout
 from llava_ds.model.llava import LlavaModel
@@ -52,7 +52,7 @@ class Play:
     """An episode in progress. tokens: all after the prompt; is_own: True at the model's; media: images after the
     prompt's; reward: nan while there is none; ended: the environment ended it; is_over: it or a bound did."""
 
-    asked: AskedPrompt
+    asked: RolloutPrompt
     game: Game
     tokens: list[int] = field(default_factory=list)
     is_own: list[bool] = field(default_factory=list)
@@ -115,15 +115,15 @@ class Episodes(Drawer):
         self._tiles: dict[bytes, tuple[torch.Tensor, MediaLayout]] = {}  # of a draw: equal images are computed once
         self.reward = Reward("environment", 1.0, lambda answers: [one.own for one in answers], of_user=True)
 
-    def try_out(self, asked: AskedPrompt, rules: DrawRules) -> None:
+    def try_out(self, asked: RolloutPrompt, rules: DrawRules) -> None:
         """Begin an episode, and pass on the reference as the model's turn."""
         rules = TurnRules(**{**vars(rules), "num_answers": 1})
         [play] = self._begin(asked, (0,), rules)
         self._go_on(play, asked.reference, rules)
 
     def draw(
-        self, model: LlavaModel, prompts: list[AskedPrompt], seeds: list[tuple[int, ...]], rules: DrawRules
-    ) -> list[tuple[AskedPrompt, list[Episode]]]:
+        self, model: LlavaModel, prompts: list[RolloutPrompt], seeds: list[tuple[int, ...]], rules: DrawRules
+    ) -> list[tuple[RolloutPrompt, list[Episode]]]:
         rules = TurnRules(**vars(rules), turn=self._max_turn_length)
         self._tiles.clear()
         groups = [self._begin(asked, seed, rules) for asked, seed in zip(prompts, seeds)]
@@ -154,7 +154,7 @@ class Episodes(Drawer):
         turns = total(lambda each: sum(one["from"] == "model" for one in each.columns["turns"]))
         return {"episodes/turns": turns, "episodes/bound_ratio": total(lambda each: not each.ended)}
 
-    def _begin(self, asked: AskedPrompt, seed: Sequence[int], rules: TurnRules) -> list[Play]:
+    def _begin(self, asked: RolloutPrompt, seed: Sequence[int], rules: TurnRules) -> list[Play]:
         """Begin G episodes of a prompt. Raises DataError if they don't begin alike."""
         media = media_from_text(self._dataset.row(int(self._dataset.rows[asked.index]))["media"])
         pictures = [load_images(one.media, one.sizes, self._images) for one in media if one.media.kind == "image"]
@@ -170,7 +170,7 @@ class Episodes(Drawer):
                 asked = self._opened(asked, shown[0], rules)
         return [Play(asked, game) for game in games]
 
-    def _opened(self, asked: AskedPrompt, shown: Observation, rules: TurnRules) -> AskedPrompt:
+    def _opened(self, asked: RolloutPrompt, shown: Observation, rules: TurnRules) -> RolloutPrompt:
         """Return the prompt with an observation in place of the record's question."""
         media = [self._media(image) for image in shown.images]
         ids = torch.tensor(self._encoder.first(shown, [layout.mark for _, layout in media]))

@@ -16,7 +16,7 @@ from llava_ds.train.evaluating.sampling import Answer, DrawRules
 
 
 @dataclass(frozen=True)
-class AskedPrompt:
+class RolloutPrompt:
     """A sample up to its last answer. text: the question, as rewards see it; reference: the record's answer; columns:
     the record's other columns."""
 
@@ -55,12 +55,12 @@ class Drawer:
     columns: ClassVar[tuple[str, ...]] = ()
     reward: Reward
 
-    def try_out(self, asked: AskedPrompt, rules: DrawRules) -> None:
+    def try_out(self, asked: RolloutPrompt, rules: DrawRules) -> None:
         """Try a prompt with its reference as the answer, before the model is built. Raises DataError."""
 
     def draw(
-        self, model: LlavaModel, prompts: list[AskedPrompt], seeds: list[tuple[int, ...]], rules: DrawRules
-    ) -> list[tuple[AskedPrompt, list[Episode]]]:
+        self, model: LlavaModel, prompts: list[RolloutPrompt], seeds: list[tuple[int, ...]], rules: DrawRules
+    ) -> list[tuple[RolloutPrompt, list[Episode]]]:
         """Draw num_answers episodes to every prompt; returns also each prompt as it was asked. A rank calls it alone.
 
         seeds: numbers for each prompt that all randomness depends on. Raises DataError.

@@ -16,7 +16,7 @@ from llava_ds.data.collate import LoadedSample, collate, counts_of
 from llava_ds.data.loader import MicroBatch, numbers_of
 from llava_ds.data.packing import plan_by_tokens
 from llava_ds.data.step_plan import Packing
-from llava_ds.extensions.rl.drawer import AskedPrompt, whole_sample
+from llava_ds.extensions.rl.drawer import RolloutPrompt, whole_sample
 from llava_ds.extensions.rl.flags import Flags
 from llava_ds.extensions.rl.grpo import Drawn, advantages_of
 from llava_ds.extensions.rl.rewards import Reward

@@ -21,11 +21,10 @@ from llava_ds.data.loader import Counts, MicroBatch, Window
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.extensions.base import SessionPart
 from llava_ds.extensions.rl.critic import add_critic
-from llava_ds.extensions.rl.drawer import AskedPrompt, Drawer, Episode, whole_sample
+from llava_ds.extensions.rl.drawer import Drawer, Episode, RolloutPrompt, whole_sample
 from llava_ds.extensions.rl.flags import Flags
 from llava_ds.extensions.rl.policy_batches import (
     Group,
-    RolloutPrompt,
     TrainedAnswer,
     has_no_signal,
     metrics_of,
@@ -222,8 +221,8 @@ class Rollouts(SessionPart):
         return on_every_rank(self.ranks, lambda: self._score(*drawn))
 
     def _draw(
-        self, turn: tuple[int, int], slots: list[AskedPrompt], prompts: list[AskedPrompt]
-    ) -> tuple[list[AskedPrompt], list[list[Answer]]]:
+        self, turn: tuple[int, int], slots: list[RolloutPrompt], prompts: list[RolloutPrompt]
+    ) -> tuple[list[RolloutPrompt], list[list[Answer]]]:
         """Generate the answers to each prompt, a few prompts at a time. Returns also the prompts as they were asked."""
         found, (step, attempt) = [], turn
         seeds = [(self.plan.args.training.seed, step, slot.index, attempt) for slot in slots]
@@ -253,7 +252,7 @@ class Rollouts(SessionPart):
             for i, (asked, some) in enumerate(zip(prompts, answers))
         ]
 
-    def _judged(self, asked: AskedPrompt, answer: Answer) -> Completion:
+    def _judged(self, asked: RolloutPrompt, answer: Answer) -> Completion:
         """Describe a drawn answer."""
         sample = whole_sample(asked.sample, answer)
         tokens = len(sample.input_ids) - len(asked.sample.input_ids)
@@ -262,7 +261,7 @@ class Rollouts(SessionPart):
             found = replace(found, columns={**asked.columns, **answer.columns}, own=answer.reward)
         return found
 
-    def _completion(self, asked: AskedPrompt, text: str, tokens: int) -> Completion:
+    def _completion(self, asked: RolloutPrompt, text: str, tokens: int) -> Completion:
         """Describe an answer to a prompt, without its tokens."""
         lengths = {
             "tokens": tokens,

@@ -19,7 +19,7 @@ from llava_ds.engine.construct import build_model
 from llava_ds.extensions.environment.episodes import Episodes
 from llava_ds.extensions.environment.observed import ObservationEncoder
 from llava_ds.extensions.environment.user_class import Observation
-from llava_ds.extensions.rl.drawer import AskedPrompt
+from llava_ds.extensions.rl.drawer import RolloutPrompt
 from llava_ds.extensions.rl.grpo import GRPO, PolicyLoss
 from llava_ds.extensions.rl.policy_batches import Group, pack, policy_batch, totals_of, trained_answers
 from llava_ds.geometry import ImageOptions
@@ -28,7 +28,7 @@ from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.evaluating.sampling import DrawRules, draw_answers, numbers_for
-from llava_ds.train.evaluating.twin import twin_of
+from llava_ds.train.evaluating.twin import make_twin
 
 CPU, MESH = torch.device("cpu"), Mesh(dp=1, dp_rank=0)
 GROUP, SEED = 8, 5
@@ -55,9 +55,9 @@ def toy(tmp_path_factory):
         sample = data[i]
         ids = sample.input_ids[: int((sample.labels != IGNORE_INDEX).nonzero()[0, 0])]
         asked = type(sample)(ids, torch.full_like(ids, IGNORE_INDEX), sample.media)
-        prompts.append(AskedPrompt(i, f"s{i}", asked, "What is it?", "yes"))
+        prompts.append(RolloutPrompt(i, f"s{i}", asked, "What is it?", "yes"))
     return SimpleNamespace(
-        model=model.double(), twin=twin_of(model), plan=plan, args=args, images=images, data=data, prompts=prompts,
+        model=model.double(), twin=make_twin(model), plan=plan, args=args, images=images, data=data, prompts=prompts,
         rules=DrawRules(GROUP, 160, 512, (2,), images),
     )  # fmt: skip
 

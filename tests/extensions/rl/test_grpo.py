@@ -14,11 +14,10 @@ from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.construct import build_model
-from llava_ds.extensions.rl.drawer import AskedPrompt, with_answer
+from llava_ds.extensions.rl.drawer import RolloutPrompt, with_answer
 from llava_ds.extensions.rl.grpo import GRPO, Correction, PolicyLoss, advantages_of
 from llava_ds.extensions.rl.policy_batches import (
     Group,
-    RolloutPrompt,
     has_no_signal,
     pack,
     policy_batch,

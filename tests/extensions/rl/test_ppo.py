@@ -20,7 +20,7 @@ from llava_ds.engine.construct import build_model
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
 from llava_ds.export.tensors import live_entries
 from llava_ds.extensions.rl.critic import plan_critic
-from llava_ds.extensions.rl.drawer import AskedPrompt
+from llava_ds.extensions.rl.drawer import RolloutPrompt
 from llava_ds.extensions.rl.grpo import Drawn
 from llava_ds.extensions.rl.policy_batches import Group, pack, policy_batch, totals_of
 from llava_ds.extensions.rl.ppo import PPO, ActorCritic, ActorCriticLoss, advantages_over, token_rewards

@@ -14,7 +14,7 @@ import toys
 
 from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample
-from llava_ds.extensions.rl.drawer import AskedPrompt
+from llava_ds.extensions.rl.drawer import RolloutPrompt
 from llava_ds.extensions.rl.grpo import GRPO, PolicyLoss, advantages_of
 from llava_ds.extensions.rl.policy_batches import Group, policy_batch, totals_of, trained_answers
 from llava_ds.runtime.mesh import Mesh
