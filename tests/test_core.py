@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 116,
-    "imported lines": 19029,
+    "imported lines": 19037,
     "files at the end": 185,
     "lines at the end": 27660,
-    "feature words": 60,
+    "feature words": 61,
     "kernel files": 39,
     "kernel lines": 5795,
-    "all lines": 74226,
+    "all lines": 74854,
 }
 
 # What one reads to understand training.
