@@ -102,6 +102,13 @@ def runs(request, given, tmp_path_factory) -> tuple[str, Path]:
     return name, folder
 
 
+TABLE: dict[str, dict[str, str]] = {}  # of each example, what the tests below found
+
+
+def note(name: str, **found: object) -> None:
+    TABLE.setdefault(name, {}).update((title, str(value)) for title, value in found.items())
+
+
 def weights(run: Path) -> dict:
     return {file.name: load_file(file) for file in run.glob("*.safetensors")}
 
@@ -109,6 +116,8 @@ def weights(run: Path) -> dict:
 def test_packed_is_unpacked_and_every_stage_is_the_same(runs):
     name, folder = runs
     for run in ("packed", "zero1", "zero2", "zero3"):
+        pairs = zip(losses(folder / run), losses(folder / "unpacked"), strict=True)
+        note(name, **{run: f"{max(abs(one / other - 1) for one, other in pairs):.0e}"})
         assert losses(folder / run) == pytest.approx(losses(folder / "unpacked"), rel=1e-5)
         for number in ("grad_norm", *([NUMBERS[name]] if name in NUMBERS else [])):
             assert logged(folder / run, number) == pytest.approx(logged(folder / "unpacked", number), rel=1e-4)
@@ -128,10 +137,11 @@ def test_its_own_loss_falls(runs):
 
 
 def test_a_resumed_run_ends_in_the_same_model(runs):
-    _, folder = runs
+    name, folder = runs
     whole, again = weights(folder / "zero3"), weights(folder / "resumed")
     assert whole.keys() == again.keys() and losses(folder / "resumed") == losses(folder / "zero3")[SAVED:]
     assert all(tensor.equal(again[file][key]) for file, each in whole.items() for key, tensor in each.items())
+    note(name, resumed="bit-equal")
 
 
 def test_every_weight_of_it_learns(runs):
@@ -141,6 +151,7 @@ def test_every_weight_of_it_learns(runs):
     first, last = (own_weights(folder / run, name) for run in ("once", "unpacked"))
     assert first.keys() == last.keys() and first
     assert [key for key, tensor in first.items() if tensor.equal(last[key])] == []
+    note(name, learned=f"{len(first)} of {len(first)}")
 
 
 def own_weights(run: Path, name: str) -> dict:
@@ -159,13 +170,31 @@ def test_the_export_names_it(runs):
 
 
 @pytest.mark.full
-def test_the_export_answers_with_it_and_only_with_it(runs, tmp_path):
+def test_the_export_answers_with_it_and_only_with_it(runs, given, tmp_path):
     name, folder = runs
-    ask = ("--model_path", str(folder / "zero3"), "--question", "Which?", "--max_new_tokens", "2", "--quiet")
-    refused = launch(1, ROOT / "run" / "chat.py", *ask)
+    data = ("--data_path", given["data_path"], "--image_folder", given["image_folder"], "--limit", "2")
+    ask = ("--model_path", str(folder / "zero3"), "--task", "llava", *data, "--max_new_tokens", "2")
+    refused = launch(1, ROOT / "run" / "evaluate.py", *ask)
     assert f"was trained with a plugin, {name}.py" in refused.stderr
-    answered = launch(1, ROOT / "run" / "chat.py", *ask, "--plugin", str(PLUGINS / f"{name}.py"))
+    scored = tmp_path / "scored.json"
+    answered = launch(
+        1, ROOT / "run" / "evaluate.py", *ask, "--output", scored, "--plugin", str(PLUGINS / f"{name}.py")
+    )
     assert answered.returncode == 0, answered.stderr
+    assert json.loads(scored.read_text())
+    lacks = re.search(r"answers without its plugin: (.*)", answered.stdout + answered.stderr)
+    note(name, evaluated=lacks[1] if lacks else "with it")
+
+
+@pytest.mark.full
+def test_table(capsys):
+    """Print what was found for every example."""
+    titles = list(dict.fromkeys(title for each in TABLE.values() for title in each))
+    with capsys.disabled():
+        print("\n| example | lines |", *(f"{title} |" for title in titles))
+        for name, each in TABLE.items():
+            lines = len((PLUGINS / f"{name}.py").read_text().splitlines())
+            print(f"| {name} | {lines} |", *(f"{each.get(title, '-')} |" for title in titles))
 
 
 @pytest.mark.full
