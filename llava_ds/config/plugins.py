@@ -230,7 +230,7 @@ def _problems(
     )
     if extension.module is not None and adapted:
         yield f"{where} has a module, which the export of an adapter ({', '.join(adapted)}) can't hold: leave one out"
-    if extension.fields is not None and objective != "sft":
+    if extension.fields is not None and extension.fields.names and objective != "sft":
         yield f"{where} reads fields of records, which --objective {objective} does not hand on: give sft"
 
 

@@ -52,7 +52,7 @@ from llava_ds.data.sample_index import PERCENTILES, TableIndex, index_of
 from llava_ds.data.seen_files import changed_files, changes_since
 from llava_ds.data.templates import resolve_template
 from llava_ds.data.token_runs import from_columns, weights_from_column
-from llava_ds.extensions.active import record_fields
+from llava_ds.extensions.active import converters, plugins, record_fields
 from llava_ds.files.urls import real_path
 from llava_ds.layouts import MediaLayout
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, local_ranks, on_every_rank, print_first, printable
@@ -536,9 +536,10 @@ class EncodingForm:
         # samples stay the same.
         rows = rows_noted(tokenizer)
         own_fields = [f"{name} {fields.names}" for name, fields in record_fields().items()]
+        converted = [f"{name} {plugins()[name]}" for name in converters()]
         return cls(
             image_options,
-            [str(ENCODING_VERSION), repr(encoding), *tokenizer_parts(tokenizer)],
+            [str(ENCODING_VERSION), repr(encoding), *tokenizer_parts(tokenizer), *converted],
             [options_part(image_options), *box_parts(image_options), *video_parts(image_options)],
             [*versions_of(ENCODING_LIBRARIES), *([] if rows is None else [f"{rows} rows"]), *own_fields],
         )

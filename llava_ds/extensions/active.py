@@ -147,6 +147,11 @@ def record_fields() -> "dict[str, RecordFields]":
     return {name: fields for name, fields in found.items() if fields is not None}
 
 
+def converters() -> "dict[str, RecordFields]":
+    """Return those of record_fields() that convert records, by plugin."""
+    return {name: each for name, each in record_fields().items() if "convert" in vars(type(each))}
+
+
 def requested(given: Mapping[str, object]) -> list[str]:
     """Return the extensions that these flag values request; for an extension's own flags only the names count."""
     return [name for name, trigger in EXTENSIONS.items() if trigger.requested(given)]

@@ -10,13 +10,23 @@ if TYPE_CHECKING:
 
 
 class RecordFields:
-    """Further keys of a record that a plugin reads. Their values are stored with the encoded record.
+    """Further keys of a record that a plugin reads, and formats that it converts. Values are stored with the encoded
+    record.
 
     names: the keys. They count as read; a record may lack them. In a micro-batch, Batch.extra["<plugin>.<key>"] is a
     list with a tensor for each sample, None for a sample without the key.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
+    columns: ClassVar[tuple[str, ...]] = ()  # further columns of tables that convert() reads
+
+    def convert(self, record: dict) -> dict:
+        """Return a record in a format that is known, from one as it is in the file. By default unchanged.
+
+        Called in the process that reads the file, before the format is detected and images are looked up. Raises
+        DataError for a bad record: it is rejected.
+        """
+        return record
 
     def load(self, values: Mapping[str, object]) -> "Mapping[str, Tensor]":
         """Convert a record's values to tensors, in a process that loads samples, and once when the record is checked.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llava_ds.boxes import BboxType
 from llava_ds.data.file_slices import read_errors
+from llava_ds.data.sources.converted import converted
 from llava_ds.data.sources.embedded import IMAGES, ImageStore, Row, embed, rejected, spooled
 from llava_ds.data.sources.json_files import holds_data_uri, read_json_list, read_jsonl
 from llava_ds.data.sources.locate import KINDS
@@ -110,7 +111,7 @@ class Source:
 
     def first(self, num_records: int) -> list[RawRecord]:
         """Read the first records without embedded images; fewer if they are long."""
-        rows, names = islice(self._parse(ImageStore(_Nowhere(), "")), num_records), self._names()
+        rows, names = islice(converted(self._parse(ImageStore(_Nowhere(), ""))), num_records), self._names()
         found: list[RawRecord] = []
         left = MAX_FIRST_CHARS
         for i, (file, line, text) in enumerate(rows):
@@ -122,7 +123,7 @@ class Source:
 
     def _records(self) -> Iterator[RawRecord]:
         names = self._names()
-        for index, (file, line, text) in enumerate(self._rows()):
+        for index, (file, line, text) in enumerate(converted(self._rows())):
             yield RawRecord(names[file], line, index, text)
 
     def _names(self) -> tuple[str, ...]:

@@ -234,7 +234,7 @@ def read_columns(names: Sequence[str], columns: Columns) -> list[str]:
     """Columns of a table that are read into its records."""
     refused = (*GOOD_ANSWER_KEYS, REJECTED_IMAGES, *Columns().chosen)
     known = {*columns.all(), *RECORD_WEIGHT_KEYS, "kind", OBJECTS, TEMPLATE_KWARGS, TOOLS, *refused}
-    known |= {key for fields in record_fields().values() for key in fields.names}
+    known |= {key for fields in record_fields().values() for key in (*fields.names, *fields.columns)}
     return [name for name in names if name in known]
 
 

@@ -263,6 +263,43 @@ def test_fields_of_records_are_stored_and_reach_the_batch(tmp_path, tokenizer):
     assert len(opened()) == 3 and not collate([opened()[0]], plain.image_options).extra
 
 
+CONVERTING = """
+class Own(RecordFields):
+    columns = ("asked",)
+    def convert(self, record):
+        if record["asked"] == "bad":
+            raise DataError("is bad")
+        turns = [{"from": "human", "value": record["asked"]}, {"from": "gpt", "value": record["said"]["text"] + "END"}]
+        return {"id": record["number"], "conversations": turns}
+extension = Extension(fields=Own())
+"""
+
+
+def test_a_format_of_records_is_converted(tmp_path, tokenizer):
+    records = [{"number": str(i), "asked": f"What is {i} ?", "said": {"text": f"It is {i} ."}} for i in range(3)]
+    records += [{**records[0], "asked": "bad"}, {**records[0], "said": None}]
+    file = tmp_path / "data.json"
+    file.write_text(json.dumps(records))
+
+    def opened():
+        where = {"data_path": str(file), "image_folder": str(tmp_path), "cache_dir": tmp_path / "cache"}
+        return toys.encoded(**where, tokenizer=tokenizer, max_bad_fraction=0.5)
+
+    fingerprints = set()
+    for end in (".", "!"):  # another converter, other samples
+        load([write(tmp_path, FLAGS + "from llava_ds.constants import DataError\n" + CONVERTING.replace("END", end))])
+        for _ in range(2):  # encoded, and from the cache
+            dataset = opened()
+            assert len(dataset) == 3 and dataset.index.facts["unread"] == {}
+        fingerprints.add(dataset.fingerprint)
+        bad, wrong = (each["reason"] for each in dataset.rejections())
+        assert "is bad" in bad and "can't be converted by idea.py: TypeError" in wrong
+    assert len(fingerprints) == 2
+    load([])
+    with pytest.raises(ConfigError, match="its records are of no known format"):
+        opened()
+
+
 def test_fields_are_for_answers_from_records(tmp_path):
     if "preference" not in EXTENSIONS:
         pytest.skip("there is no extension preference")
