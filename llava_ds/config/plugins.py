@@ -229,7 +229,7 @@ def _problems(
         args.training.objective,
     )
     if extension.module is not None and adapted:
-        yield f"{where} has a module, which the export of an adapter ({', '.join(adapted)}) can't hold: leave one out"
+        yield f"{where} has a module, but the export of an adapter ({', '.join(adapted)}) can't hold it: leave one out"
     if extension.fields is not None and extension.fields.names and objective != "sft":
         yield f"{where} reads fields of records, which --objective {objective} does not hand on: give sft"
 

@@ -21,7 +21,7 @@ class RecordFields:
     columns: ClassVar[tuple[str, ...]] = ()  # further columns of tables that convert() reads
 
     def convert(self, record: dict) -> dict:
-        """Return a record in a format that is known, from one as it is in the file. By default unchanged.
+        """Convert a record of the file to a known format. By default unchanged.
 
         Called in the process that reads the file, before the format is detected and images are looked up. Raises
         DataError for a bad record: it is rejected.

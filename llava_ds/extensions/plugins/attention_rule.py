@@ -1,4 +1,4 @@
-# T tokens of a pack, L of a sample, K keys of all segments
+# T tokens of a pack, L tokens of a sample, K keys over all segments
 """A rule of attention by marks on tokens, for plugins."""
 
 import itertools
@@ -65,7 +65,7 @@ class AttentionRule(SessionPart):
 
 
 class Segments(NamedTuple):
-    """Tokens in a row that see the same earlier tokens, all of them, and each other causally.
+    """Tokens in a row that see the same earlier tokens, and each other causally.
 
     queries: the tokens of each segment; keys: those and the earlier ones that they see; positions (K,) int64: the keys'
     positions in T, segment after segment.
@@ -86,7 +86,7 @@ def segments_of(marks: torch.Tensor, starts: Sequence[int], sees: Sees) -> Segme
         for first, last in itertools.pairwise([*firsts, end - start]):
             earlier = start + sees(own[first], own[:first]).nonzero()[:, 0]
             new = torch.arange(start + first, start + last)
-            if first and torch.equal(earlier, seen[-1]):  # the segment before goes on
+            if first and torch.equal(earlier, seen[-1]):  # continues the last segment
                 queries[-1] += last - first
                 seen[-1] = torch.cat([earlier, new])
             else:

@@ -65,7 +65,7 @@ def layout_without(batch: Batch, stays: torch.Tensor) -> dict[str, object]:
     lengths, is_text = tuple(cu_seqlens.diff().tolist()), torch.ones_like(stays)
     is_text[batch.placing.positions] = False
     if 0 in lengths or not bool((stays | ~is_text).all()):
-        raise ConfigError("a plugin's choose() leaves out tokens that are no image's: only image positions may go")
+        raise ConfigError("a plugin's choose() leaves out tokens of a text: only image positions may go")
     firsts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
     return {
         "places": places,

@@ -96,12 +96,12 @@ class Trial:
             many = len(self.batches) - 1
             raise ConfigError(
                 f"--plugin {self._slot()}: {found[0]} of {many} samples in one pack is {found[1]:g}, but {found[2]:g} "
-                "over packs of one: a sample's part must not depend on the others (Batch.cu_seqlens has their starts); "
-                f"mend it, {LEAVE_OUT}"
+                "over the same samples alone: a sample's part must not depend on the others (Batch.cu_seqlens has "
+                f"their starts); mend it, {LEAVE_OUT}"
             )
 
     def difference(self, packed: Sums, alone: Sums) -> tuple[str, float, float] | None:
-        """Return the name and both values of a number that differs, or of the norm of a gradient that does."""
+        """Return the name and both values of a number or gradient norm that differs."""
         tolerance = TOLERANCE[self.plan.resolved.compute_dtype]
         for name, value in packed.numbers.items():
             if not abs(value - alone.numbers[name]) <= tolerance * max(abs(value), abs(alone.numbers[name])):
@@ -131,7 +131,7 @@ class Trial:
         ):
             raise ConfigError(
                 f"--plugin {_with_slot(self.plan, 'part')}: model.begin was replaced and gives other logits; "
-                "transformers' class, which opens the export, does not have it: say in Flags.differs what it lacks, "
+                "transformers' class opens the export without it: say so in Flags.differs, "
                 f"{LEAVE_OUT}"
             )
 
@@ -155,7 +155,7 @@ class Trial:
         numbers: dict[str, float] = {}
 
         def watch(name: str, gradient: torch.Tensor) -> torch.Tensor:
-            if is_own(name) or gradient.ndim < 2:  # of the rest a few small ones
+            if is_own(name) or gradient.ndim < 2:  # and a few small ones
                 seen[name] = seen.get(name, 0) + gradient.detach().float()
             return torch.zeros_like(gradient)
 
@@ -207,14 +207,14 @@ def _same_buffers(model: nn.Module) -> Iterator[None]:
     for name, (buffer, value) in before.items():
         if not torch.equal(buffer, value):
             raise ConfigError(
-                f"--plugin {slot_of(name)}: a forward pass changes the buffer {name}, which then depends on packing "
-                f"and ranks: keep what a step needs in the batch, {LEAVE_OUT}"
+                f"--plugin {slot_of(name)}: a forward pass changes the buffer {name}, so it depends on packing and "
+                f"ranks: keep such numbers in the batch, {LEAVE_OUT}"
             )
 
 
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, which would differ between a pack and its samples."""
+    """Switch dropout off: it differs between a pack and its samples."""
     names = [(each, "p") for each in model.modules() if isinstance(each, nn.Dropout)]
     rate = "attention_dropout"
     names += [(each, rate) for each in model.modules() if isinstance(getattr(each, rate, None), float)]

@@ -1,4 +1,4 @@
-"""Plugins' modules and projectors, stored and loaded again, against those of the running model."""
+"""Plugins' modules and projectors, stored and loaded again, compared with the running ones."""
 
 import tempfile
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from llava_ds.runtime.ranks import Ranks, broadcast_from_first
 from llava_ds.train.plan import Plan
 
 OWN_PROJECTOR = "projector.layers.own."
-TOLERANCE = 1e-3  # of the largest output, in float32; half precision rounds
+TOLERANCE = 1e-3  # relative to the largest output, in float32
 FOR_HALF = 5e-2
 
 
@@ -39,7 +39,7 @@ def slot_of(name: str) -> str:
 
 @dataclass
 class StoredModules:
-    """Copies of modules from stored tensors, which compute beside the running ones. Only rank 0 has them.
+    """Copies of modules, loaded from stored tensors, that compute the same inputs. Only rank 0 has them.
 
     Under ZeRO-3 the copies are whole, so that outputs are also compared between sharded and whole weights.
     """
@@ -75,7 +75,7 @@ class StoredModules:
 
     @property
     def line(self) -> str:
-        """What was found, for the log."""
+        """The result, for the log."""
         return f"{len(self.copies)} stored modules load and compute the same"
 
     def __enter__(self) -> "StoredModules":

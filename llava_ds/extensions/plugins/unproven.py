@@ -1,4 +1,4 @@
-"""Refusals of what the parts of plugins that change a pack's layout were not proven with."""
+"""Refusals of features that were not proven with a plugin's own layout of a pack."""
 
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.active import plugins
@@ -12,7 +12,7 @@ def refuse_unproven(what: str, plan: Plan, started: Start) -> None:
     config, objective = plan.model.text_config, plan.args.training.objective
     kinds, reasons = getattr(config, "layer_types", None), []
     if objective != "sft":
-        reasons.append(f"--objective {objective} also asks models without it: give sft")
+        reasons.append(f"--objective {objective} uses further models without it: give sft")
     if axes := [axis.flag for axis in plan.args.all_axes]:
         reasons.append(f"{', '.join(f'--{flag}' for flag in axes)} divides samples, layers or matrices: leave it out")
     if plan.model.architecture is not None:

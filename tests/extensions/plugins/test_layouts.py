@@ -211,14 +211,14 @@ def test_text_is_not_left_out():
         def choose(self, model, batch, embeds):
             return embeds, torch.arange(embeds.shape[1]) != 1
 
-    with pytest.raises(ConfigError, match="leaves out tokens that are no image's: only image positions may go"):
+    with pytest.raises(ConfigError, match="leaves out tokens of a text: only image positions may go"):
         trained("qwen3", collate(samples_of(), OPTIONS), Wrong().built)
 
 
 @pytest.mark.parametrize(
     ("family", "objective", "axes", "reason"),
     [
-        ("llama", "dpo", (), "--objective dpo also asks models without it: give sft"),
+        ("llama", "dpo", (), "--objective dpo uses further models without it: give sft"),
         ("llama", "sft", ("sequence_parallel_size",), "--sequence_parallel_size divides samples, layers or matrices"),
         ("mistral", "sft", (), "a window of 17 tokens counts others: give --model_max_length 17 at most"),
         ("stateful", "sft", (), "layers with a state pass it on to every later token"),

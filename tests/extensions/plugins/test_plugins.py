@@ -180,7 +180,7 @@ def test_a_module_and_an_adapter_are_refused(tmp_path):
     if "lora" not in EXTENSIONS:
         pytest.skip("there is no extension lora")
     file = write(tmp_path, FLAGS + "extension = Extension(module=print)")
-    with pytest.raises(ConfigError, match=r"has a module, which the export of an adapter .* can't hold"):
+    with pytest.raises(ConfigError, match=r"has a module, but the export of an adapter .* can't hold"):
         parse("--plugin", file, "--lora_enable", "True")
 
 

@@ -279,7 +279,7 @@ BEGIN = """def built(self, model):
 MISTAKES = {
     "leaky": (
         {"slots": MODULE, "values": " * len(hidden)"},
-        r"leaky.py: part \(the loss\): loss of 3 samples in one pack is .* over packs of one: a sample's part must not",
+        r"leaky.py: part \(the loss\): loss of 3 samples in one pack is .* over the same samples alone: a sample's part",
     ),
     "steep": (
         {"slots": MODULE, "values": " + Steep.apply(hidden.sum(1))", "extra": STEEP},
@@ -322,7 +322,7 @@ MISTAKES = {
     ),
     "quiet": (
         {"slots": "part=Part2", "extra": f"class Part2(SessionPart):\n    {BEGIN}".format(change=" * 2")},
-        r"quiet.py: part: model.begin was replaced and gives other logits; .*say in Flags.differs what it lacks",
+        r"quiet.py: part: model.begin was replaced and gives other logits; .*say so in Flags.differs",
     ),
     "sloppy": (
         {"slots": "choices={'mm_projector_type': Sloppy()}", "extra": SLOPPY},
