@@ -279,7 +279,7 @@ BEGIN = """def built(self, model):
 MISTAKES = {
     "leaky": (
         {"slots": MODULE, "values": " * len(hidden)"},
-        r"leaky.py: part \(the loss\): loss of 3 samples in one pack is .* over the same samples alone: a sample's part",
+        r"leaky.py: part \(the loss\): loss of 3 samples in one pack is .* over the same samples alone",
     ),
     "steep": (
         {"slots": MODULE, "values": " + Steep.apply(hidden.sum(1))", "extra": STEEP},
