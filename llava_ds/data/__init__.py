@@ -1,1 +1,1 @@
-"""From records on disk to batches of tensors."""
+"""Turn records on disk into batches of tensors."""

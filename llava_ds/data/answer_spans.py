@@ -13,7 +13,7 @@ from llava_ds.data.special_tokens import PART_END
 from llava_ds.data.templates import Span
 
 UNSTABLE = (
-    "the tokenizer's chat template writes other text around an answer when the answer's text changes, so its learned "
+    "the tokenizer's chat template writes different text around an answer when the answer changes, so its learned "
     "part can't be found: mark answers in it by {% generation %}, or, for a model in LLaVA's layout, give --version "
     "one of LLaVA's templates"
 )
@@ -90,8 +90,8 @@ def find_answers(
 
 
 def _split(marked: str, values: dict[int, dict[str, str]]) -> tuple[list[str], list[tuple[int, str]]]:
-    """Split a marked text into the texts around markers and each marker's (turn, part). A repeated name, such as the
-    one before its call's result, is treated as text. values: part texts by turn index."""
+    """Split a marked text into the texts around markers and each marker's (turn, part). A name that occurs again, as
+    before its call's result, is text. values: part texts by turn index."""
     seen = set()
 
     def name_again(marker: re.Match) -> str:
@@ -106,8 +106,7 @@ def _split(marked: str, values: dict[int, dict[str, str]]) -> tuple[list[str], l
 
 
 def _written(text: str, place: int, value: str | None, after: str) -> str:
-    """Return the form in which a value is written at `place`: unchanged, or stripped of outer spaces as a whole or part
-    by part."""
+    """Return how a value is written at `place`: unchanged, stripped of outer spaces, or with each part stripped."""
     if value is not None:
         whole = value.replace(PART_END, "")
         if text.startswith(whole + after, place):
@@ -123,12 +122,7 @@ def _written(text: str, place: int, value: str | None, after: str) -> str:
 def _length_after(
     alone: tuple[list[str], list[tuple[int, str]]], answer: AnswerParts, around: list[str], parts: tuple[int, int]
 ) -> int:
-    """Return how many characters after the last marker still belong to an answer with tool calls.
-
-    alone: the conversation up to and including this answer, split; everything after its last marker belongs to the
-    answer. parts: indices of its first and last marker. Raises DataError if anything else is written between its parts,
-    such as a result.
-    """
+    """Return the number of characters after the last marker that still belong to an answer with tool calls."""
     alone_around, alone_found = alone
     first, last = parts
     numbers = [i for i, (turn, _) in enumerate(alone_found) if turn == answer.turn]

@@ -29,7 +29,7 @@ SCRATCH_AGE_S = 24 * 3600  # a scratch folder without writes for this long was l
 
 
 class Listed(TypedDict):
-    """Sizes in bytes of a generation's files, and of the outside files that its rows point into."""
+    """Sizes in bytes of a generation's files, and of the outside files that its rows refer to."""
 
     files: dict[str, int]
     elsewhere: dict[str, int]
@@ -141,7 +141,7 @@ class CachedRows:
 
 
 def note_stale(folder: Path) -> None:
-    """Make the next opening write the rows again (no effect if the folder is read-only)."""
+    """Mark the rows to be written again at the next opening (no effect if the folder is read-only)."""
     with contextlib.suppress(OSError):
         (folder / STALE).touch()
 
@@ -202,7 +202,7 @@ def cache_scratch(folder: Path) -> Iterator[Path]:
 def _remove_abandoned(parent: Path) -> None:
     """Delete scratch folders left by killed processes."""
     for scratch in parent.glob("*.tmp"):
-        with contextlib.suppress(OSError):  # its owner may delete it right now
+        with contextlib.suppress(OSError):  # its owner may be deleting it now
             written = max(path.stat().st_mtime for path in (scratch, *scratch.rglob("*")))
             if time.time() - written > SCRATCH_AGE_S:
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -213,7 +213,7 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _open_rows(generation: Path) -> RowTable | None:
-    """Open a generation's rows; None if its files, or files that they point into, are missing or have another size."""
+    """Open a generation's rows; None if files, or files that they refer to, are missing or have another size."""
     try:
         listed = read_json(generation / DONE, Listed)
         files = {str(generation / name): num_bytes for name, num_bytes in listed["files"].items()}
@@ -221,5 +221,5 @@ def _open_rows(generation: Path) -> RowTable | None:
         if any(os.stat(path).st_size != num_bytes for path, num_bytes in {**files, **listed["elsewhere"]}.items()):
             return None
         return RowTable(list(files)) if files else None
-    except (OSError, ValueError):  # DataError among them
+    except (OSError, ValueError):  # includes DataError
         return None

@@ -64,8 +64,8 @@ class _Chat(NamedTuple):
 
 
 def _answer_parts(turn: int, message: Message) -> AnswerParts:
-    """Return the parts of an answer that markers can replace. An empty thought, or an empty text next to calls, gets
-    none: templates write other words around it."""
+    """Return the parts of an answer that markers can replace. An empty thought, or an empty text next to calls, gets no
+    marker: templates write other words around it."""
     values = {"t": message.thought} if message.thought else {}
     if message.text or not message.tool_calls:
         values["c"] = message.text
@@ -127,9 +127,9 @@ def _chat(conversation: Transcript, contents: list[object], form: TurnForm, is_p
 
 @dataclass(frozen=True)
 class AnswerPrompt:
-    """Text that a template writes before an answer is generated ("" if none). gaps: texts that it inserts between that
-    and an existing answer, such as a space or an empty thought; they are learned with the answer. end_marker: pattern
-    of the tokenizer's special tokens, cached because collecting them is slow; None if unknown."""
+    """Text that a template writes before an answer is generated ("" if none). gaps: texts that it inserts between this
+    prompt and an existing answer, such as a space or an empty thought; they are learned with the answer. end_marker:
+    pattern of the tokenizer's special tokens, cached because collecting them is slow; None if unknown."""
 
     text: str = ""
     gaps: tuple[str, ...] = ()
@@ -138,8 +138,8 @@ class AnswerPrompt:
     def end_before(self, text: str, start: int, of_spaces: bool = False) -> int | None:
         """Return where the prompt before an answer ends; None if it can't be determined.
 
-        start: start of the answer. of_spaces: accept only gaps of spaces, as is done for templates without a prompt
-        (Llama 2, Mistral).
+        start: start of the answer. of_spaces: accept only gaps of spaces: for templates without a prompt (Llama 2,
+        Mistral).
         """
         has_prompt = bool(self.text.strip())
         of_spaces = of_spaces or not has_prompt
@@ -212,7 +212,7 @@ def _end_marker(tokenizer: PreTrainedTokenizerBase, behind: str = "") -> re.Patt
 
 
 def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Ids of the added tokens by text, without those made of spaces. Tokenizers never split a text inside them."""
+    """Ids of the added tokens by text, except tokens of spaces. Tokenizers never split them."""
     added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
     return {token: i for token, i in added.items() if token.strip()}
 
@@ -240,7 +240,7 @@ def _answers(
 def _start_after_header(
     text: str, between: tuple[int, int], chat: _Chat, turn: int, template: tuple[PreTrainedTokenizerBase, str]
 ) -> int:
-    """Return where an answer with a thought or calls begins: after the prompt, or after the part of it that every
+    """Return the start of an answer with a thought or calls: after the prompt, or after the part of it that every
     answer has.
 
     between: end of the previous answer and start of this answer's first part. Raises DataError if the position can't be
@@ -352,8 +352,8 @@ def answer_end(tokenizer: PreTrainedTokenizerBase, as_parts: bool = True, variab
 def _as_parts(
     conversation: Transcript, tokenizer: PreTrainedTokenizerBase, source: str, kinds: Sequence[str] = ()
 ) -> _Chat:
-    """Build turns whose content is a list of parts: images at their marks, and the texts between them without outer
-    spaces, as the vendors' own trainers split it."""
+    """Build turns whose content is a list of parts: images at their marks, and the stripped texts between them, as in
+    the vendors' trainers."""
     if not any(message.role == "human" for message in conversation.messages):
         raise DataError("the conversation has no question")
     conversation, form, is_plain = _with_form(conversation, tokenizer, source, as_parts=True)

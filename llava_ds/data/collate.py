@@ -23,9 +23,8 @@ class LoadedSample:
     media: per image or video in reading order, its tiles (n, 3, S, S) uint8 (or (n, 3, T * S, S) with T frames per
     tile, or an object that decodes them) and its layout. Samples that share an image hold the same object, so that its
     features are computed once. source: index of the sample's data source; weights (length,) float32: loss weight of
-    each token, None if all are 1; extra: further numbers, own: tensors, by their names in Batch.extra; shared: number
-    of first tokens, all images among them, that are computed in the closest earlier sample of the micro-batch that
-    shares none.
+    each token, None if all are 1; extra: further numbers, own: further tensors, both by their names in Batch.extra;
+    shared: number of leading tokens, with all images, that the closest earlier sample with shared 0 already computes.
     """
 
     input_ids: torch.Tensor
@@ -90,8 +89,8 @@ def counts_of(item: LoadedSample | LoadedPair) -> ItemCounts:
 def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: bool = True) -> Batch:
     """Collate samples (possibly none) into one micro-batch. with_pixels: False leaves the tiles empty, (N, 3, 0, 0).
 
-    A rank without samples contributes one unsupervised token, and a batch without images one blank tile that is placed
-    nowhere. Both count for nothing; they keep the collectives of all ranks matched.
+    A rank without samples contributes one unsupervised token, a batch without images one unused blank tile. Both
+    leave the loss unchanged; they keep the collectives of all ranks matched.
     """
     if not samples:
         token = torch.zeros(1, dtype=torch.int64)
@@ -177,8 +176,8 @@ def blank_tile(size: int) -> torch.Tensor:
 
 
 def _extra(samples: list[LoadedSample]) -> Inputs:
-    """Collect the samples' further values by name: numbers to (samples,) float64, 0 if a sample lacks one; tensors to
-    a list, None if a sample lacks one."""
+    """Collect the samples' further values by name: numbers as (samples,) float64, 0 if a sample lacks one; tensors as a
+    list, None if a sample lacks one."""
     names = dict.fromkeys(name for sample in samples for name in sample.extra)
     numbers = {name: [sample.extra.get(name, 0.0) for sample in samples] for name in names}
     own = {name: [sample.own.get(name) for sample in samples] for sample in samples for name in sample.own}

@@ -70,14 +70,14 @@ ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 EXAMPLES_TRIED = 100
 
-KEYS_SHOWN = 20  # keys of records that are not read, shown in the first lines
+KEYS_SHOWN = 20  # number of unread keys shown in the first lines
 
 SCANNED_TOGETHER = 1 << 16  # samples
 
 
 @dataclass(frozen=True)
 class PreflightOptions:
-    """Options of checking and encoding that don't change accepted samples. other_columns: rows have OTHER_COLUMNS."""
+    """Options of checking and encoding that don't change accepted samples. other_columns: add OTHER_COLUMNS to rows."""
 
     cache_dir: str
     num_workers: int | None = None
@@ -115,7 +115,7 @@ class EncodedDataset(torch.utils.data.Dataset):
     """The accepted samples by index, with images decoded on access.
 
     sources: a short name per data source; fingerprint: a hash of everything that the samples depend on; index: lengths
-    and other numbers of samples; folder: the cache folder of the table; descriptions: of the sources, for a person;
+    and other numbers of samples; folder: the cache folder of the table; descriptions: of the sources, to print;
     are_pairs: True for preferences; has_boxes: True if there are boxes or points; of_answers: numbers that a run adds
     per answer, by their names in Batch.extra, (records, 2) float64, NaN if missing.
     """
@@ -163,7 +163,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> LoadedSample | LoadedPair | BrokenSample:
-        """Load a sample. Returns a BrokenSample with the reason if its images can't be loaded."""
+        """Load a sample; a BrokenSample with the reason if its images can't be loaded."""
         return self._sample(index, Undecoded.decode)
 
     def undecoded(self, *indices: int) -> list[LoadedSample | LoadedPair | BrokenSample]:
@@ -205,7 +205,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         numbers = {name: each[self.rows[index]].tolist() for name, each in self.of_answers.items()}
         for name, both in numbers.items():
             if math.isnan(sum(both)):
-                return broken(row, f"its images could not be read when the {name} of its answers was computed")
+                return broken(row, f"its images could not be read when computing the {name} of its answers")
         chosen_length, margin = (row.column(name)[0].as_py() for name in ("chosen_length", "margin"))
         from llava_ds.data.loaded_pairs import pair_of
 
@@ -235,8 +235,8 @@ class EncodedDataset(torch.utils.data.Dataset):
         """Wait until these samples are encoded: returns at once."""
 
     def heaviest_known(self, size: int, num_tokens: int | None) -> list[int]:
-        """Return the longest samples encoded so far: `size` samples, or as many as add up to num_tokens. Only for data
-        sets that are still being encoded."""
+        """Return the longest samples encoded so far, `size` of them or num_tokens in total. Only for data still being
+        encoded."""
         raise NotImplementedError
 
     @property
@@ -310,13 +310,13 @@ class EncodedDataset(torch.utils.data.Dataset):
         """Select some of the samples. name: everything that the selection depends on; draw: returns the samples in
         order."""
         part = copy.copy(self)
-        part.of_answers = dict(self.of_answers)  # a reference pass over one part leaves the others' rows empty
+        part.of_answers = dict(self.of_answers)  # a reference pass over one part leaves the other parts' rows empty
         part.index = self.index.part(name, draw, self.table)
         part.fingerprint = digest_of([self.fingerprint, part.index.facts["drawn"]])
         return part
 
     def example(self) -> LoadedSample:
-        """Return a sample to try a model on, with an image if one of the first can be read."""
+        """Return a sample to try a model on, with an image if one of the first few can be read."""
         first = itertools.islice(self.positions(images=True), EXAMPLES_TRIED)
         for index in itertools.chain(first, itertools.islice(self.positions(images=False), 1)):
             sample = self[index]
@@ -331,11 +331,11 @@ class EncodedDataset(torch.utils.data.Dataset):
         return changes_since(self.table, run_dir)
 
     def summary(self) -> list[str]:
-        """Lines for a person: sources, numbers of answers, images and tokens, and rejected records."""
+        """Printable lines: sources, numbers of answers, images and tokens, and rejected records."""
         return [*self.descriptions, *self.counts(), *self.token_counts(), *self.notes()]
 
     def counts(self) -> list[str]:
-        """The line of accepted and rejected records."""
+        """Format the line of accepted and rejected records."""
         accepted = self.num_records - self.num_rejected
         apart = f"; {accepted - len(self):,} of the accepted are eval samples" if accepted > len(self) else ""
         cut = self.index.facts["truncated"] if len(self) else 0
@@ -343,7 +343,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         return [f"{self.num_records:,} records: {accepted:,} accepted, {self.num_rejected:,} rejected{apart}{short}"]
 
     def token_counts(self) -> list[str]:
-        """Lines of the numbers of answers, images and tokens, and of the lengths; none without samples."""
+        """Format the numbers of answers, images and tokens, and the lengths; no lines without samples."""
         if not len(self):
             return []
         facts = self.index.facts
@@ -361,13 +361,13 @@ class EncodedDataset(torch.utils.data.Dataset):
         ]
 
     def notes(self) -> list[str]:
-        """Lines of what a person should know of the records: what is not read or learned, and what is left out."""
+        """Notes to print about the records: keys not read, answers not learned, samples left out."""
         lines = []
         if len(self):
             facts = self.index.facts
             lines += [f"{number:,} records {UNMARKED_TEXTS[kind]}" for kind, number in facts["unmarked"].items()]
             if weighed := facts["weighed"]:
-                lines.append(f"{weighed:,} samples have answers whose loss counts with a weight other than 1")
+                lines.append(f"{weighed:,} samples have answers with a loss weight other than 1")
             lines += _unread_lines(facts)
             lines += [self.image_options.boxes.describe()] * self.has_boxes
             if facts["deep"]["number"]:
@@ -396,8 +396,8 @@ def _unread_lines(facts: dict[str, object]) -> list[str]:
     lines, (thoughts, records) = [], facts["left_out"]
     if thoughts:
         lines.append(
-            f"{thoughts:,} thoughts of {records:,} records are not learned: the chat template leaves them out, as "
-            "templates do before a later question"
+            f"{thoughts:,} thoughts of {records:,} records are not learned: the chat template omits them, usually "
+            "before a later question"
         )
     if unread := [f"{key!r} ({number:,} records)" for key, number in facts["unread"].items()]:
         more = f" and {len(unread) - KEYS_SHOWN} more" if len(unread) > KEYS_SHOWN else ""
@@ -458,7 +458,7 @@ def data_spec(
     form = EncodingForm.of(tokenizer, encoding, image_options)
     opening = Opening(partial(_open_records, args, tokenizer, encoding, image_options))
     note = note_path(args, form.parts)
-    with first_rank_first(ranks):  # rank 0 opens the sources, and the others find its note
+    with first_rank_first(ranks):  # rank 0 opens the sources, the others find its note
         known = recall(note) or _noted(note, data.data_path, opening, Path(data.cache_dir).expanduser())
     return DataSpec(known, form, options, opening, note)
 
@@ -519,8 +519,8 @@ class Opening:
 
 @dataclass(frozen=True)
 class EncodingForm:
-    """Texts that change whenever a tokenizer and options would give other rows. encoding: for conversations; images:
-    for images; others: force re-encoding, and change the fingerprint only through the resulting rows."""
+    """Texts that change whenever a tokenizer or options would change the rows. encoding: of conversations; images: of
+    images; others: force re-encoding, and change the fingerprint only through the resulting rows."""
 
     image_options: geometry.ImageOptions
     encoding: list[str]
@@ -614,7 +614,7 @@ class DataSpec:
 
     @property
     def image_options(self) -> geometry.ImageOptions:
-        """Options of the images."""
+        """Options for reading images."""
         return self.form.image_options
 
     @property
@@ -624,7 +624,7 @@ class DataSpec:
 
     @property
     def descriptions(self) -> list[str]:
-        """A line about each source."""
+        """One line per source."""
         return [source["description"] for source in self.known["sources"]]
 
     def note_on_earlier(self) -> str:
@@ -664,7 +664,7 @@ class DataSpec:
         return number, None if reasons else rows
 
     def encode(self, number: int, order: Callable[[int], Sequence[int]] | None = None) -> None:
-        """Encode a generation, shared with other processes that do the same. order: as in encode_together."""
+        """Encode a generation together with other processes that encode the same one. order: as in encode_together."""
         from llava_ds.data.shards import encode_together
 
         with write_errors(self.options.cache_dir, "the encoded data"):
@@ -688,8 +688,8 @@ class DataSpec:
 
 
 def _share(rows: CachedRows | None, ranks: Ranks) -> tuple[int, int]:
-    """Return which part of the rows' files this rank checks, and the number of parts: one per rank with the same cache.
-    Machines with separate caches may also have separate images."""
+    """Return the part of the rows' files that this rank checks, and the number of parts: one per rank with the same
+    cache. Machines with separate caches may also have separate images."""
     own = None if rows is None else rows.identity
     everyone = gather(own, ranks)
     return everyone[: ranks.rank].count(own), everyone.count(own)
@@ -751,7 +751,7 @@ def _refuse_if_bad(table: RowTable, bad: np.ndarray, options: PreflightOptions, 
         limit = "--on_bad_sample stop allows none"
     lines = [
         f"{len(rows):,} of {len(table):,} records ({len(rows) / len(table):.2%}) can't be trained on, {limit}: "
-        "mend or remove them, or raise the limit",
+        "correct or remove them, or raise the limit",
         shown(map(_rejection_line, rows), f", all listed in {listing}"),
         "in short:",
         *reasons_in_short([row["reason"] for row in rows]),

@@ -28,9 +28,9 @@ from llava_ds.geometry import ImageOptions
 from llava_ds.layouts import ImageText
 from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, framing_ids, rows_noted, with_token
 
-# Characters of a conversation to tokenize first: a minimum, and a number per token allowed. If they give too few
-# tokens, more are tokenized, up to a limit that is exceeded only if characters vanish. Each character takes some 360
-# bytes.
+# Characters of a conversation to tokenize first: a minimum, plus a number per allowed token. If that gives too few
+# tokens, more are tokenized, up to a limit that only text with ignored characters exceeds. Each character takes some
+# 360 bytes.
 FIRST_CHARS, FIRST_CHARS_PER_TOKEN, TIMES_MORE = 1 << 18, 16, 4
 TOKENS_BEHIND = 64  # extra tokens, because tokens near the end of a part may differ
 
@@ -42,8 +42,8 @@ _QWEN_NEWLINE = (198, "Ċ")
 class Encoded:
     """Ids of one sample (int32), with IMAGE_TOKEN_INDEX once per image feature, and labels (int32).
 
-    weights: of each token's loss (float32), None where all supervised tokens weigh 1; left_out: number of answers whose
-    thoughts are not in it.
+    weights: loss weight of each token (float32), None if all supervised tokens weigh 1; left_out: number of answers
+    whose thoughts are omitted.
     """
 
     input_ids: np.ndarray
@@ -77,7 +77,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class _Head:
-    """The common beginning of all conversations, tokenized once. joint: text between it and the rest."""
+    """The common beginning of all conversations, tokenized once. joint: text between the beginning and the rest."""
 
     text: str
     ids: list[int]
@@ -134,8 +134,7 @@ class Encoder:
     def encode_batch(
         self, conversations: Sequence[tuple[Transcript | Sequence[Message], Sequence[int | ImageText]]]
     ) -> list[Encoded | DataError]:
-        """Return the ids and labels of every conversation in order, or a DataError with the reason why it can't be
-        encoded.
+        """Return, per conversation, the ids and labels, or a DataError with the reason why it can't be encoded.
 
         Each item is a transcript (or its messages) and one MediaLayout.mark per <image> mark, in text order. Samples
         are truncated at max_length, features included. A token is supervised if it begins in a supervised segment: one
@@ -178,7 +177,7 @@ class Encoder:
         if not len(beyond):
             return None
         id = int(beyond[0])
-        added = self.tokenizer.added_tokens_decoder.get(id)  # by its id, the library names it with a dummy space
+        added = self.tokenizer.added_tokens_decoder.get(id)  # the library returns the name with a dummy space
         token = self.tokenizer.convert_ids_to_tokens(id) if added is None else added.content
         return DataError(
             f"the text spells the token {token!r:.80} (id {id}), and the model's embedding has {self.num_rows:,} "

@@ -74,9 +74,9 @@ ROWS = pa.schema(
 PAIR_ROWS = ROWS.append(pa.field("chosen_length", pa.int32())).append(pa.field("margin", pa.float64()))
 
 
-# The records' other columns, a JSON object per row, null for rejected records: appended if an objective needs them.
+# Other columns of the records, a JSON object per row, null for rejected records; only if an objective needs them.
 OTHER_COLUMNS = pa.field("other_columns", pa.string())
-# Values of plugins' fields, a JSON object by plugin, null for rejected records: appended if a plugin reads any.
+# Values of plugins' fields, a JSON object by plugin, null for rejected records; only if a plugin reads any.
 FIELDS = "fields"
 
 
@@ -85,7 +85,7 @@ class SizedMedia:
     """An image or video, with the upright size in pixels of each image or sampled frame.
 
     boxes: numbers of its boxes and points, as in the sample's text; footage: for videos sampled by an architecture's
-    rule; deep: descriptions of its images of more than 8 bits that use little of their range.
+    rule; deep: descriptions of its images with more than 8 bits that use little of their range.
     """
 
     media: Media
@@ -161,12 +161,12 @@ def rejections(table: RowTable, rows: np.ndarray) -> Iterator[dict[str, object]]
 
 
 def place_of(row: dict[str, object]) -> str:
-    """File and line of a record. The line is omitted for a JSON list that is all on one line."""
+    """File and line of a record; no line for a JSON list on a single line."""
     return str(row["file"]) if row["line"] == 1 and row["index"] > 0 else f"{row['file']}:{row['line']}"
 
 
 def reasons_in_short(reasons: list[str], most: int = 8) -> list[str]:
-    """Most frequent reasons, counted together if they differ only in names and numbers."""
+    """The most frequent reasons; reasons that differ only in names and numbers are counted together."""
     kinds, first = Counter(), {}
     for reason in reasons:
         kind = _NAMES_AND_NUMBERS.sub("…", reason)
@@ -181,8 +181,8 @@ def would_be_accepted(
 ) -> bool:
     """True if a record that was rejected for a missing or broken file would be accepted now.
 
-    numbers: indices of the table's files to check; check: returns the function that turns a table of RECORDS into one
-    of ROWS; called only if there is such a record.
+    numbers: indices of the table's files to check; check: builds the function that turns a table of RECORDS into one of
+    ROWS, called only if such a record exists.
     """
     columns = ["text_to_retry" if name == "text" else name for name in RECORDS.names]
     for rows in table.files(columns, numbers):

@@ -11,7 +11,7 @@ from llava_ds.data.templates import TEMPLATES, resolve_template
 if TYPE_CHECKING:
     from llava_ds.data.chat_template import AnswerEnd
 
-_NOT_TOKENS = ("\n", "###")  # end markers of old templates that are several tokens
+_NOT_TOKENS = ("\n", "###")  # end markers of old templates that take several tokens
 
 
 def check_tokenizer(template: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -43,7 +43,7 @@ def refuse_unfit_tokenizer(model: ModelArguments, tokenizer: PreTrainedTokenizer
 
 
 def end_markers(template: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end an answer: the template's end markers that are one token, and the tokenizer's own."""
+    """Ids that end an answer: the template's end markers of one token, and the tokenizer's own."""
     ids = [_single_id(tokenizer, marker) for marker in TEMPLATES[template].end_markers if marker not in _NOT_TOKENS]
     if TEMPLATES[template].write is None and (end := _own_end(template, tokenizer)) is not None:
         ids.append(end.id)
@@ -56,7 +56,7 @@ def _single_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:
 
 
 def _own_end(template: str, tokenizer: PreTrainedTokenizerBase, variables: str = "") -> "AnswerEnd | None":
-    """Find the end of an answer in the tokenizer's own template; None if the template writes no conversation (every
+    """Find the end of an answer in the tokenizer's own template; None if the template can't write a conversation (every
     record reports that)."""
     from llava_ds.data.chat_template import answer_end  # renders templates
 
@@ -73,8 +73,8 @@ def endless(template: str, tokenizer: PreTrainedTokenizerBase, variables: str = 
     if end is None or end.token is not None:
         return ""
     return (
-        f"for an answer 'y', its chat template has {end.learned!r} learned, followed by {end.behind!r}: no special "
-        f"token ends it, such as {tokenizer.eos_token!r}, so the model would never learn to stop"
+        f"for an answer 'y', the model would learn {end.learned!r} (then follows {end.behind!r}): no special token "
+        f"ends it, such as {tokenizer.eos_token!r}, so the model would never learn to stop"
     )
 
 

@@ -1,4 +1,4 @@
-"""Files and slices of files, such as members of a tar, with one interface; disk errors become messages for users."""
+"""Files and slices of files, such as members of a tar, with one interface. Disk errors become messages for users."""
 
 import contextlib
 import errno
@@ -29,11 +29,11 @@ UNWRITABLE = (
 
 @contextlib.contextmanager
 def read_errors(path: str | os.PathLike) -> Iterator[None]:
-    """Turn an OSError, such as of a failing disk, into a DataError with a remedy."""
+    """Turn an OSError, such as from a failing disk, into a DataError with a remedy."""
     try:
         yield
     except OSError as error:
-        mend = "see that the store has it, and start again" if is_remote(path) else "copy it again, or check its disk"
+        mend = "check that the store has it, and start again" if is_remote(path) else "copy it again, or check its disk"
         remedy = LACKING.get(error.errno, mend)
         raise DataError(f"{path} can't be read: {error.strerror or error}: {remedy}") from error
 
@@ -42,14 +42,14 @@ def read_errors(path: str | os.PathLike) -> Iterator[None]:
 def write_errors(folder: str | os.PathLike, what: str, flag: str = "--cache_dir") -> Iterator[None]:
     """Turn an OSError from writing below a folder, or from a lack of memory or open files, into a ConfigError.
 
-    what: the thing being written; flag: the flag that names the folder. Other OSErrors pass through.
+    what: noun for the thing being written; flag: name of the folder's flag. Other OSErrors pass through.
     """
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
         if error.errno in LACKING:
-            raise ConfigError(f"{what} can't be made: {reason}: {LACKING[error.errno]}") from error
+            raise ConfigError(f"{what} can't be created: {reason}: {LACKING[error.errno]}") from error
         if error.errno not in UNWRITABLE if error.filename is None else not _is_within(folder, error.filename):
             raise
         raise ConfigError(
@@ -88,7 +88,7 @@ class BoundedFile(io.RawIOBase):
         if self.max_bytes is not None:
             self.max_bytes -= found
             if self.max_bytes < 0:
-                raise OSError("it is much longer than such a file needs to be")
+                raise OSError("it is much longer than a file of its kind needs")
         return found
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ class EncodingOptions:
     mm_use_im_start_end: bool = False
     supervise_last_turn_only: bool = False
     split_special_tokens: bool = False
-    answer_is_reference: bool = False  # the last answer is only compared with the model's own draws, not learned
+    answer_is_reference: bool = False  # the last answer is not learned, only compared with the model's own draws
 
 
 def digest_of(parts: Iterable[str]) -> str:
@@ -69,15 +69,15 @@ def _version(package: str) -> str:
 
 
 def options_part(options: ImageOptions) -> str:
-    """Serialize all fields. The class's former name remains, because fingerprints of earlier runs contain it. Fields
-    added later are omitted while they have their defaults."""
+    """Serialize all fields under the class's former name, as in fingerprints of earlier runs. Fields added later are
+    omitted while they have their defaults."""
     text = repr(options).replace(ImageOptions.__name__, "PictureOptions", 1)
     return text.replace(", value_range=None", "", 1).replace(f", short_side=None, square_resample={BICUBIC}", "", 1)
 
 
 def has_videos(media: pa.ChunkedArray) -> bool:
     """True if a table's media column contains a video."""
-    # A path may contain these words, but not these quotes: JSON escapes them.
+    # A path can't match: JSON escapes quotes.
     found = [pa.compute.any(pa.compute.match_substring(media, f'["{kind}", [')) for kind in ("frames", "video")]
     return any(each.as_py() for each in found)
 
@@ -94,7 +94,7 @@ def deep_rows(media: pa.ChunkedArray) -> np.ndarray:
 
 
 def box_parts(options: ImageOptions) -> list[str]:
-    """How boxes are written, for models that don't write them as LLaVA does."""
+    """Return how boxes are written, for models that don't write them as LLaVA does."""
     return [] if options.boxes == LLAVA_BOXES else [repr(options.boxes)]
 
 

@@ -46,11 +46,11 @@ def _in_pixels(box: Box, size: Size) -> Numbers:
     shown = f"the box {list(box.numbers)} ({box.bbox_type}) on an image of {size[0]} x {size[1]} pixels"
     is_fraction = max(box.numbers) <= 1 and (len(box.numbers) == 4 or any(number % 1 for number in box.numbers))
     if box.bbox_type == "real" and is_fraction:
-        raise DataError(f"has {shown}, smaller than a pixel: fractions are norm1 (--bbox_type)")
+        raise DataError(f"has {shown}, smaller than a pixel: for fractions, give --bbox_type norm1")
     pixels = CoordinateFrame((0, 0), size, coordinate_units(box.bbox_type, size), None).pixels(box.numbers)
     inside = tuple(min(max(value, 0), size[i % 2]) for i, value in enumerate(pixels))
     if any(abs(value - nearest) > TOLERANCE for value, nearest in zip(pixels, inside)):
-        raise DataError(f"has {shown} and exceeds it: is --bbox_type right, and are these its corners?")
+        raise DataError(f"has {shown}, outside the image: check --bbox_type and the order of the corners")
     if len(inside) == 4 and not (inside[0] < inside[2] and inside[1] < inside[3]):
         raise DataError(f"has {shown}, expected left, top, right, bottom, with left < right and top < bottom")
     return inside

@@ -20,7 +20,7 @@ from llava_ds.data.fingerprint import digest_of
 from llava_ds.files.reading import FileState, read_json, state_of
 from llava_ds.files.writing import write_whole
 
-NOTES_VERSION = 1  # raise it when the same records would give other facts
+NOTES_VERSION = 1  # raise it when the facts about the same records would change
 FLAGS = ("data_path", "data_split", "data_format", "data_columns", "image_folder", "video_folder")
 FLAGS += ("on_unmarked_image", "bbox_type", "cache_dir")
 # A file modified this recently before opening may change again with the same mtime.
@@ -28,7 +28,7 @@ RACY_S = 2.0
 
 
 class KnownSource(TypedDict):
-    """Facts about a source. name: short name; description: for a person; reading: how its files are read; roots: its
+    """Facts about a source. name: short name; description: text to print; reading: how its files are read; roots: its
     image folders and its own path; stamp, contents: hashes of all its files."""
 
     name: str
@@ -69,7 +69,7 @@ def recall(note: Path) -> KnownRecords | None:
         found = read_json(note, _Note)
         if all(state_of(path) == state for path, state in found["files"].items()):
             return found["known"]
-    except (OSError, DataError):  # no note, one that a kill cut short, or a file that is gone
+    except (OSError, DataError):  # note missing or truncated by a kill, or file gone
         pass
     return None
 

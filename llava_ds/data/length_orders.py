@@ -9,7 +9,7 @@ import torch
 from llava_ds.data.permutations import order_rows, permutation
 from llava_ds.data.spreading import spread
 
-BUCKET_STEPS = 64  # optimizer steps sorted by length together, in the order by buckets
+BUCKET_STEPS = 64  # number of optimizer steps whose samples are sorted by length together, in the order by buckets
 
 
 def drawn_by_length(
@@ -28,7 +28,7 @@ def drawn_by_length(
 
 
 def by_image(images: np.ndarray, generator: torch.Generator) -> np.ndarray:
-    """Images in random order, with the samples of each one after the other. images: index of each sample's image."""
+    """Images in random order, each image's samples in sequence. images: index of each sample's image."""
     places = np.empty(int(images.max()) + 1, np.int32)
     places[permutation(len(places), generator)] = np.arange(len(places))
     return np.argsort(places[images], kind="stable").astype(np.int32)
@@ -67,7 +67,7 @@ def by_varying_length(
 ) -> np.ndarray:
     """Groups of similar length in random order, shuffled within each group.
 
-    Source: LLaVA-NeXT's get_variable_length_grouped_indices and its sampler (it counts accumulation twice).
+    Source: LLaVA-NeXT's get_variable_length_grouped_indices and its sampler (which counts accumulation twice).
     """
     places = permutation(len(lengths), generator)
     longest_first = np.argsort(-np.asarray(lengths, np.int32), kind="stable").astype(np.int32)
@@ -98,7 +98,7 @@ def by_modality_length(
     steps, rest = [], []
     for indices in (kind.astype(np.int32) for kind in kinds):
         own = indices[group(np.abs(lengths[indices]), micro_batch_size, num_micro_batches, generator)]
-        last = (len(own) - 1) // batch_size * batch_size  # LLaVA takes the last step out even when it is full
+        last = (len(own) - 1) // batch_size * batch_size  # LLaVA moves the last step to the end even if it is full
         steps.append(own[:last])
         rest.append(own[last:])
     return np.concatenate(
@@ -151,8 +151,8 @@ def _balanced_steps(
 ) -> np.ndarray:
     """Spread the samples of each step over its micro-batches, in place.
 
-    Within a step, samples are placed longest first, each into the shortest micro-batch with room (LLaVA's split). A
-    shorter last step that can't be divided evenly is dealt out in turn.
+    Within a step, samples are placed longest first, each into the shortest micro-batch with room (LLaVA's split). If a
+    shorter last step can't be divided evenly, its samples are dealt out in turn.
     """
     size = micro_batch_size * num_micro_batches
     _sorted_parts(order, -lengths, size)

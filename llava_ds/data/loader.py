@@ -88,7 +88,7 @@ class Window:
     """This rank's micro-batches of one optimizer step, on the device.
 
     num_planned: samples of the step over all ranks, broken ones included; data_wait_s: time spent waiting for the data;
-    passes: optimizer updates over all micro-batches; metrics: sums delivered with the micro-batches, as in MicroLoss.
+    passes: optimizer updates per micro-batch; metrics: sums delivered with the micro-batches, as in MicroLoss.
     """
 
     micro_batches: list[MicroBatch]
@@ -99,7 +99,7 @@ class Window:
 
     @property
     def batches(self) -> list[Batch]:
-        """The tensors alone."""
+        """Return the tensors alone."""
         return [micro.batch for micro in self.micro_batches]
 
     @property
@@ -116,7 +116,7 @@ class Window:
 def windows(plan: StepPlan, mesh: Mesh, *, done: int, num_workers: int, device: torch.device) -> Iterator[Window]:
     """Yield this rank's window of every optimizer step that remains after `done` steps, on the device.
 
-    Any step can be started directly: its samples follow from the order and the step's number.
+    Iteration can start at any step: its samples follow from the order and the step's number.
     """
     layouts, ahead = itertools.tee(plan.after(done))  # planned once, though the loader runs ahead of the loop
     own = (micro_batch for layout in ahead for micro_batch in layout.of_ranks[mesh.dp_rank])
@@ -180,7 +180,7 @@ def _agreed(cut: "CutMicroBatch", mesh: Mesh) -> MicroBatch:
     torch.distributed.all_reduce(finders, torch.distributed.ReduceOp.MIN, mesh.shared_host_group)
     found = {place for place, finder in enumerate(finders.tolist()) if finder < mesh.shared}
     firsts = itertools.accumulate((counts.samples for counts in cut.counts), initial=0)
-    numbers = [range(first, first + counts.samples) for first, counts in zip(firsts, cut.counts)]  # in the batch
+    numbers = [range(first, first + counts.samples) for first, counts in zip(firsts, cut.counts)]  # index in the batch
     dropped = {number for place, those in zip(cut.places, numbers) if place in found for number in those}
     kept = [counts for place, counts in zip(cut.places, cut.counts) if place not in found]
     return MicroBatch(

@@ -54,7 +54,7 @@ def mapped(folder: Path, make: Callable[[], Mapped]) -> Mapped:
 def remove_unused(parent: Path) -> None:
     """Delete folders of arrays that nobody opened for a month."""
     for folder in parent.glob("*/"):
-        with contextlib.suppress(OSError):  # another process may delete it right now
+        with contextlib.suppress(OSError):  # another process may be deleting it now
             if time.time() - (folder / FACTS).stat().st_mtime > UNUSED_S:
                 shutil.rmtree(folder)
 

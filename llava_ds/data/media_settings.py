@@ -9,7 +9,7 @@ from llava_ds.tilings import RequestedSize
 from llava_ds.videos import Clip
 
 SIZES = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")
-CHOICE = ("nframes", "min_frames", "max_frames", "video_start", "video_end")  # select frames of a video file
+CHOICE = ("nframes", "min_frames", "max_frames", "video_start", "video_end")  # select a video file's frames
 
 _MOST_OPTIONS = 1024  # kept in memory: most data sets have a handful of settings
 
@@ -36,14 +36,14 @@ def _clip(kind: str, asked: dict[str, float], options: ImageOptions) -> Clip:
     rates = [asked[name] for name in ("fps", "sample_fps") if name in asked]
     if kind == "frames":
         if name := next((name for name in CHOICE if name in asked), None):
-            raise _refused(name, "a list of frames, all of which are used: it chooses frames of a video file")
+            raise _refused(name, "a list of frames: they are all used, and it selects frames of video files only")
         if len(set(rates)) > 1:
-            raise _refused("fps", f"a list of frames of which 'sample_fps' says that {rates[1]:g} are a second")
+            raise _refused("fps", f"a list of frames whose 'sample_fps' is {rates[1]:g}")
         return Clip(rate=rates[0] if rates else None)
     if "sample_fps" in asked:
-        raise _refused("sample_fps", "a video file, because it has its own rate: 'fps' chooses frames of a second")
+        raise _refused("sample_fps", "a video file with its own rate: choose the frames per second with 'fps'")
     if "fps" in asked and "nframes" in asked:
-        raise _refused("nframes", "a video with 'fps': each says how many frames to use, so leave one out")
+        raise _refused("nframes", "a video with 'fps': both set the number of frames, leave one out")
     start, end = asked.get("video_start"), asked.get("video_end")
     if start is not None and end is not None and start >= end:
         raise _refused("video_end", f"a video that starts at {start:g} s: it ends at {end:g} s")

@@ -27,7 +27,7 @@ from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.ranks import printable
 
-HASHES_VERSION = 1  # version of the notes on hashed files; raise it when the same file would get another hash
+HASHES_VERSION = 1  # version of the notes on hashed files; raise it when a file's hash would change
 
 
 def open_records(
@@ -97,8 +97,7 @@ def files_read(data_path: str, checker: Checker) -> list[str] | None:
 
 
 def file_stamp(source: Source, path: str, cache_dir: Path) -> str:
-    """A text that changes whenever encoded rows would. For tars it includes the file's state, because slices may
-    move."""
+    """A text that changes whenever encoded rows would. A tar's includes the file's state, because slices may move."""
     if source.kind != "webdataset":
         return file_digest(source, path, cache_dir)
     with read_errors(path):
@@ -114,7 +113,7 @@ def file_digest(source: Source, path: str, cache_dir: Path) -> str:
     same."""
     with read_errors(path):
         seen = state_of(path)
-    # The contents count by their state and blocks (FileState), and a tar's by its members.
+    # A file's contents are identified by its state and blocks (FileState), a tar's by its members.
     note = cache_dir / "hashes" / f"{digest_of([str(HASHES_VERSION), real_path(path), source.kind])}.json"
     try:
         known = read_json(note, _Note)

@@ -9,7 +9,7 @@ SORTED_TOGETHER = 1 << 20  # samples sorted at once: bounds the memory of sortin
 
 
 def permutation(number: int, generator: torch.Generator) -> np.ndarray:
-    """Do torch.randperm in half its memory: it draws the same values for every integer type."""
+    """Return torch.randperm's values in half its memory: it draws the same ones for every integer type."""
     return torch.randperm(number, generator=generator, dtype=torch.int32).numpy()
 
 

@@ -36,7 +36,7 @@ from llava_ds.runtime.ranks import printable
 
 Row = dict[str, object]  # a row of ROWS, with "seen" for COLUMNS, and "input_ids", "labels" and "weights" in full
 
-PART_BYTES = 4 << 20  # text checked together: its tokens take many times this memory
+PART_BYTES = 4 << 20  # text checked together; its tokens take a multiple of this memory
 
 MAX_ID = 200  # characters of a rejected record's id
 
@@ -61,8 +61,8 @@ class Checker:
 
     @property
     def schema(self) -> pa.Schema:
-        """ROWS, or PAIR_ROWS for preferences; with OTHER_COLUMNS where sources keep them, and FIELDS where a plugin has
-        some."""
+        """ROWS, or PAIR_ROWS for preferences; plus OTHER_COLUMNS if sources keep them, and FIELDS if a plugin has
+        any."""
         rows = PAIR_ROWS if self.takes_pairs else ROWS
         rows = rows.append(OTHER_COLUMNS) if any(source.other_columns for source in self.sources) else rows
         return rows.append(pa.field(FIELDS, pa.string())) if record_fields() else rows
@@ -138,7 +138,7 @@ class Checker:
 
     def _look_at(self, media: Media) -> tuple[SizedMedia, list[SeenFile]]:
         try:
-            stamps = stamps_of(media, self.image_options)  # first: a file written meanwhile has another stamp
+            stamps = stamps_of(media, self.image_options)  # first, so that later changes show in the stamp
             sized = SizedMedia.of(media, self.image_options)
             return sized, seen_files(media, self.image_options, stamps)
         except (DataError, ConfigError) as error:  # ConfigError: a missing extra, perhaps installed next time
@@ -147,8 +147,8 @@ class Checker:
             raise FileProblem(f"{error.filename or media.refs[0].path} can't be read: {error.strerror}") from error
 
     def _row(self, one: "_Checked", answers: list[Encoded | DataError]) -> Row:
-        """Build the row of a record. answers: the encoded conversation, or the two with the chosen and the rejected
-        answer."""
+        """Build the row of a record. answers: the encoded conversation, or for a pair the chosen and the rejected
+        one."""
         sample = one.sample
         targets = 0
         for coded in answers:
@@ -199,12 +199,12 @@ class Checker:
         if self.encoder.options.supervise_last_turn_only and weights and not weights[-1]:
             return "its last answer weighs 0, and no other is learned"
         limit = self.encoder.options.max_length
-        return f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
+        return f"the first {limit} tokens contain no answer" if coded.truncated else "no answer has a text"
 
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Pause garbage collection: records make no cycles, and a collection goes through every loaded library."""
+    """Pause garbage collection: records make no cycles, and a collection visits every object of every library."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -28,7 +28,7 @@ from llava_ds.videos import Footage
 # Answers to try: tokens may join the end of a prompt with the beginning of an answer.
 ANSWERS = ("A circle.", "7 of them.")
 THOUGHT = "It is round."
-# Call of an answer with a thought, for templates that write thoughts only next to calls.
+# Tool call next to a thought, for templates that write thoughts only with calls.
 CALL = json.dumps([{"type": "function", "id": "abcdefghi", "function": {"name": "look", "arguments": {"at": "it"}}}])
 _QUESTION = "What is it?"
 NUM_RECORDS = 16  # records per source that are checked before all are encoded
@@ -121,8 +121,7 @@ class PromptCheck:
         return forms is not None and forms.plain is None and forms.thought is None
 
     def reason(self, transcript: Transcript, marks: Marks) -> str:
-        """Explain why a record's last answer is learned after another text than it is generated from; "" if the texts
-        match."""
+        """Explain why a record's last answer is learned after a text other than its prompt; "" if the texts match."""
         if self.is_settled:
             return ""
         if (variables := transcript.template_kwargs) and (fault := self._endless(variables)):
@@ -132,7 +131,7 @@ class PromptCheck:
         answer = last_answer(transcript)
         difference = forms.difference_for(answer)
         if difference is None and self._may_join(transcript):
-            with contextlib.suppress(DataError):  # also raised by the encoder
+            with contextlib.suppress(DataError):  # the encoder raises it as well
                 if (joined := self._compare(transcript, marks)) is not None:
                     return f"its last answer begins with a line break: {joined.clause()}: take the line break away"
         if difference is None:
@@ -194,8 +193,8 @@ class PromptCheck:
                         yield self._compare(conversation, marks) or self._empty_thought(conversation, marks)
 
     def _empty_thought(self, conversation: Transcript, marks: Marks) -> Difference | None:
-        """Mismatch for a plain answer if the prompt ends inside an open thought, which training then closes empty.
-        Whether the tokens differ depends on the tokenizer."""
+        """Mismatch for a plain answer if the prompt ends inside an open thought, closed empty in training. The tokens
+        may or may not differ, depending on the tokenizer."""
         *before, answer = conversation.messages
         if answer.thought:
             return None
@@ -222,7 +221,7 @@ class PromptCheck:
 
 
 def _difference_of(asked: str, learned: str, why: str) -> Difference:
-    """Build the mismatch of two texts, starting after the check's question or the last words of a record's question."""
+    """Build the mismatch of two texts after the check's question, or after the last words of a record's question."""
     known = asked.rfind(_QUESTION)
     place = max(0, len(asked) - _SHOWN // 2) if known < 0 else known + len(_QUESTION)
     return Difference(asked[place:], learned[place:], why)
@@ -233,7 +232,7 @@ def _why(prompt: list[int], whole: Encoded, texts: tuple[str, str]) -> str | Non
     learned."""
     if whole.input_ids[: len(prompt)].tolist() != prompt:
         if texts[1].startswith(texts[0]):
-            return "the texts begin alike, and are other tokens where the first one ends"
+            return "the texts begin alike, but their tokens differ where the first one ends"
         return "they begin differently"
     behind = whole.labels[len(prompt) :] != IGNORE_INDEX
     if not behind.any():

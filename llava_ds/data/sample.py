@@ -62,7 +62,7 @@ class Transcript:
 
 @dataclass(frozen=True)
 class FileRef:
-    """A whole file (num_bytes -1) or a byte range of a file, such as a member of a tar."""
+    """A whole file (num_bytes -1) or a byte range in one, such as a member of a tar."""
 
     path: str
     offset: int = 0
@@ -81,7 +81,7 @@ class Media:
     settings: tuple[tuple[str, float], ...] = ()
 
     def apply_settings(self, options: "ImageOptions") -> "ImageOptions":
-        """Return the options with these settings. Raises DataError for a setting that can't be honoured."""
+        """Return the options with these settings applied. Raises DataError for a setting that can't be honoured."""
         if not self.settings:
             return options
         from llava_ds.data.media_settings import with_settings
@@ -112,10 +112,10 @@ class Sample:
     """One record. Paths are real and inside the given folders; media are in the order of the marks.
 
     messages: for a preference they end with the chosen answer; rejected: the messages with the rejected answer instead;
-    margin: by how much the chosen one is better, or a single answer's label, 1 or -1; refs, boxes: the names and boxes
-    of a conversation's marks; tools, template_kwargs: as in Transcript; unread: keys of the record that have a value
-    and are not read; other_columns: the record without its conversation and media, a JSON object, "" unless the source
-    keeps it.
+    margin: of the chosen over the rejected answer, or a single answer's label, 1 or -1; refs, boxes: the names and
+    boxes of a conversation's marks; tools, template_kwargs: as in Transcript; unread: keys of the record that have a
+    value and are not read; other_columns: the record without its conversation and media, a JSON object, "" unless the
+    source keeps it.
     """
 
     id: str

@@ -21,12 +21,12 @@ from llava_ds.data.mapped_arrays import Mapped, mapped
 from llava_ds.data.sample import IMAGE_LEFT_OUT, UNMARKED_TEXTS
 from llava_ds.data.seen_files import contents_digest
 
-VERSION = 4  # raise it when the same rows would give another index
+VERSION = 4  # raise it when the index of the same rows would change
 
-LLAVA_TOKENS_PER_IMAGE = 128  # words that LLaVA's data set adds to a sample with images
+LLAVA_TOKENS_PER_IMAGE = 128  # words that LLaVA adds to the length of a sample with images
 
-FIRST_NAMED = 3  # number of images named that use little of their range
-MAX_KEYS = 100  # most frequent keys listed that are not read
+FIRST_NAMED = 3  # number of images to name that use little of their range
+MAX_KEYS = 100  # number of keys to list that are not read, the most frequent first
 
 PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
 
@@ -163,7 +163,7 @@ def _sums(arrays: dict[str, np.ndarray], table: RowTable) -> dict[str, object]:
 
 
 def _deep_images(rows: np.ndarray, table: RowTable) -> dict[str, object]:
-    """Count the images in some rows that use little of their range, and describe the first."""
+    """Count the images in some rows that use little of their range, and describe the first few."""
     media = table.column("media")
     those = np.intersect1d(deep_rows(media), rows)
     described = media.take(pa.array(those)).to_pylist() if len(those) else []

@@ -14,7 +14,7 @@ from llava_ds.data.fingerprint import digest_of
 from llava_ds.data.mapped_arrays import Mapped, mapped, remove_unused
 from llava_ds.data.permutations import order_rows, permutation
 
-VERSION = 1  # version of saved orders; raise it when the same settings would give another order
+VERSION = 1  # version of saved orders; raise it when the order for the same settings would change
 SHARED_SAMPLES = 200_000  # from this size on, an epoch's order is computed once per machine and mapped by its ranks
 
 
@@ -22,16 +22,15 @@ SHARED_SAMPLES = 200_000  # from this size on, an epoch's order is computed once
 class SampleOrder:
     """The order of all samples, epoch by epoch, split into optimizer steps.
 
-    Each epoch depends on the seed and its number alone: no state needs saving, and training can start from any step.
-    For a given seed, "random" and the orders of LLaVA's and LLaVA-NeXT's samplers match their Trainer in one process,
-    on any number of ranks; on several ranks, the originals' draws depend on more than the seed.
-    how: "random"; "file", the files' order; "modality" (LLaVA), "length", "modality_auto" and "varlen" (LLaVA-NeXT);
-    "bucket", steps of samples of similar length; "images", the samples of an image in sequence; "shards", by_shards
-    with shuffled_together shards. lengths: above 0; for "modality" and "modality_auto" negative for samples without
-    images; for "images" the index of each sample's image; for "shards" the number of samples per shard.
-    micro_batch_size: LLaVA spreads a step's lengths over micro-batches. accumulation: micro-batches of a rank in a
-    step, used by "varlen". folder: the lengths' index folder; large orders are saved next to it for all processes.
-    None: in memory only.
+    An epoch depends only on the seed and its number: no state is saved, and training can start from any step. For a
+    given seed, "random" and the orders of LLaVA's and LLaVA-NeXT's samplers match their Trainer in one process, on any
+    number of ranks; on several ranks, the originals' draws depend on more than the seed. how: "random"; "file", the
+    files' order; "modality" (LLaVA), "length", "modality_auto" and "varlen" (LLaVA-NeXT); "bucket", steps of samples of
+    similar length; "images", the samples of an image in sequence; "shards", by_shards with shuffled_together shards.
+    lengths: above 0; for "modality" and "modality_auto" negative for samples without images; for "images" the index of
+    each sample's image; for "shards" the number of samples per shard. micro_batch_size: LLaVA spreads a step's lengths
+    over micro-batches. accumulation: micro-batches of a rank in a step, used by "varlen". folder: the lengths' index
+    folder; large orders are saved next to it for all processes. None: in memory only.
     """
 
     num_samples: int
@@ -48,7 +47,7 @@ class SampleOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps per epoch; the last one may be smaller."""
+        """Number of optimizer steps per epoch; the last step may be smaller."""
         return math.ceil(self.num_samples / self.batch_size)
 
     def steps(self, start_step: int = 0) -> Iterator[list[int]]:
@@ -76,7 +75,7 @@ class SampleOrder:
                 first += len(rows)
 
     def epoch(self, epoch: int) -> np.ndarray:
-        """Return one epoch's order, (samples,) int32, mapped from a file for large data."""
+        """Return one epoch's order, (samples,) int32, memory-mapped for large data."""
         if self.folder is None or self.num_samples < SHARED_SAMPLES:
             return self._made(epoch)
         # Next to the index folder, not inside: that folder is published as a whole.
@@ -106,7 +105,7 @@ class SampleOrder:
         return self._drawn(lengths, generator)
 
     def _drawn(self, lengths: np.ndarray, generator: torch.Generator) -> np.ndarray:
-        """Draw the next epoch's order from a generator that has drawn all earlier ones."""
+        """Draw the next epoch's order. The generator has drawn all earlier ones."""
         _number(generator)
         if self.how == "random":
             return permutation(self.num_samples, torch.Generator().manual_seed(_number(generator)))
@@ -124,7 +123,7 @@ def _number(generator: torch.Generator) -> int:
 
 
 def shards_in_order(num_shards: int, seed: int, epoch: int) -> np.ndarray:
-    """The order in which by_shards takes the shards of an epoch."""
+    """Return the order in which by_shards takes the shards of an epoch."""
     return permutation(num_shards, torch.Generator().manual_seed(seed + epoch))
 
 

@@ -33,11 +33,11 @@ COLUMNS = [("files", pa.list_(pa.binary())), ("stamps", pa.list_(pa.int64())), (
 LISTED = pa.schema({"path": pa.string(), "num_bytes": pa.int64(), "mtime_ns": pa.int64(), "contents": pa.string()})
 # Files up to this size are hashed completely, faster than decoding them; larger files are videos.
 WHOLE_BYTES = 32 << 20
-THREADS = 8  # for stamps and blocks: network disks answer slowly
+THREADS = 8  # threads for stamps and blocks: network disks answer slowly
 STORE_THREADS = 64  # object stores are slower, and serve many requests at once
-NUM_SAMPLED = 256  # files to read again at every start, whatever their stamps
+NUM_SAMPLED = 256  # number of files to read again at every start, whatever their stamps
 FILES_PER_PROCESS = 16  # minimum row files per process: 65,000 records, checked by one process in 0.2 s
-NUM_REMEMBERED = 1 << 18  # stamps of images shared by many records: each takes some 300 bytes
+NUM_REMEMBERED = 1 << 18  # number of stamps kept of images shared by many records, some 300 bytes each
 MOST_NAMED = 5
 
 
@@ -50,12 +50,12 @@ class SeenFile(NamedTuple):
 
 
 def stamps_of(media: Media, options: ImageOptions) -> list[Stamp]:
-    """Stamps of the files used by an image or video, in order. Take them before reading the files."""
+    """Stamps of the files of an image or video, in order. Take them before reading the files."""
     return [stamp_of(ref.path) for ref in used_files(media, options)]
 
 
 def seen_files(media: Media, options: ImageOptions, stamps: list[Stamp]) -> list[SeenFile]:
-    """Hash the contents of the same files. Raises OSError, and DataError for irregular files."""
+    """Hash the contents of these files. Raises OSError, and DataError for irregular files."""
     return [SeenFile(ref.path, stamp, _digest(ref)) for ref, stamp in zip(used_files(media, options), stamps)]
 
 
@@ -76,7 +76,7 @@ def as_columns(seen: list[list[SeenFile]]) -> dict[str, pa.Array]:
 def contents_digest(table: RowTable) -> str:
     """Hash the contents of all files in the rows' order, independent of their paths."""
     digest = hashlib.sha256()
-    for rows in table.files(["contents"]):  # reading all at once takes several times their size
+    for rows in table.files(["contents"]):  # reading all at once takes several times their size in memory
         digest.update("".join(_flat(rows, "contents").to_pylist()).encode())
     return digest.hexdigest()
 
@@ -144,7 +144,7 @@ def _differ(
 
 
 def _refs(rows: pa.Table, entries: np.ndarray, options: ImageOptions, refs_of) -> list[FileRef]:
-    """References to the bytes of some entries of the flat columns."""
+    """Return references to the bytes of some entries of the flat columns."""
     ends = np.cumsum(pa.compute.list_value_length(rows.column("files")).to_numpy())
     numbers = np.searchsorted(ends, entries, "right")
     texts = rows.column("media").take(pa.array(numbers)).to_pylist()
@@ -157,7 +157,7 @@ def _refs(rows: pa.Table, entries: np.ndarray, options: ImageOptions, refs_of) -
 
 
 def _in_threads(act, items: list, pool: ThreadPoolExecutor) -> list:
-    """Apply act to every item, in slices: starting a task takes longer than reading a stamp."""
+    """Apply act to every item in threads, a slice each: starting a task takes longer than reading a stamp."""
     in_store = any(is_remote(os.fsdecode(getattr(item, "path", item))) for item in items[:1])
     size = max(1, -(-len(items) // (STORE_THREADS if in_store else THREADS)))
     slices = [items[start : start + size] for start in range(0, len(items), size)]
@@ -234,7 +234,7 @@ def changes_since(table: RowTable, run_dir: Path) -> str:
     changed = dict.fromkeys(path for path, was, is_now in zip(now, contents, found) if was != is_now)
     if not changed:
         return "no image file has changed: the records, the tokenizer or the encoding changed"
-    return f"{len(changed):,} of {len(set(now)):,} image files hold something else: {_some(changed)}"
+    return f"{len(changed):,} of {len(set(now)):,} image files have other contents: {_some(changed)}"
 
 
 def _some(paths: Iterable[str]) -> str:

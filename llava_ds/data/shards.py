@@ -1,8 +1,8 @@
 """Check and encode records in shards, shared by any number of processes on any number of machines.
 
 They meet in a work folder of the cache. One process reads the sources and writes records-N.arrow; any idle process
-turns a shard into rows-N-HASH.arrow. Both are published by one rename, so a kill loses only the shards in work. Once
-all shards are encoded, the folder becomes a generation of the cache. A claim file marks a shard as in work. Claims only
+turns a shard into rows-N-HASH.arrow. Both are published by one rename, so a kill loses only unfinished shards. Once all
+shards are encoded, the folder becomes a generation of the cache. A claim file marks a shard as in work. Claims only
 save work: two processes that encode the same shard write the same rows. A shard may be read as soon as its file exists.
 """
 
@@ -43,7 +43,7 @@ from llava_ds.runtime.ranks import progress_bar
 
 # Records per shard. Part of the caches' format: work folders left by a killed run are continued.
 SHARD_RECORDS = 4_096
-RECORDS_PER_BATCH, CHARS_PER_BATCH = 1_000, 8 << 20  # buffered before a write, whichever is less
+RECORDS_PER_BATCH, CHARS_PER_BATCH = 1_000, 8 << 20  # write buffer limits; the first one reached counts
 # Large row batches: each takes 15 kB of memory in every process that opens the cache.
 BATCH_BYTES = 64 << 20
 SILENT_S = 60.0  # a claim from another machine expires when it is not renewed for this long
@@ -59,7 +59,7 @@ _PROCESS = TypeAdapter(Process)
 
 
 class _Read(TypedDict):
-    """The number of all records, and outside files that they point into."""
+    """Number of all records, and the outside files that they refer to."""
 
     records: int
     elsewhere: list[str]
@@ -132,7 +132,7 @@ class _Work:
         self.path, self.final, self._order = folder / f"{number}.work", folder / str(number), order
         state = self.state()
         if state is not None and state.facts and not all(map(os.path.exists, state.facts["elsewhere"])):
-            shutil.rmtree(self.path, ignore_errors=True)  # left by a killed run, and its images were removed since
+            shutil.rmtree(self.path, ignore_errors=True)  # left by a killed run; images may have been removed since
 
     def state(self) -> _State | None:
         """List the contents of the folder, created if missing; None once the generation is published."""
@@ -144,7 +144,7 @@ class _Work:
             self.path.mkdir(parents=True, exist_ok=True)
             names = []
         rows: dict[int, str] = {}
-        for name in sorted(names, reverse=True):  # the first name counts if a shard was encoded twice
+        for name in sorted(names, reverse=True):  # if a shard was encoded twice, the first name counts
             if found := _ROWS_FILE.fullmatch(name):
                 rows[int(found[1])] = name
         read = frozenset(int(found[1]) for name in names if (found := _RECORDS_FILE.fullmatch(name)))
@@ -189,7 +189,7 @@ class _Work:
 
 
 class Claims:
-    """Claims on work in a folder: files that name the process doing it, and that it renews.
+    """Claims on work in a folder: files, renewed by the process that they name.
 
     A claim by a process of this machine holds while the process runs; from other machines, while it is renewed.
     """
@@ -199,7 +199,7 @@ class Claims:
         self._seen: dict[str, tuple[int, float]] = {}  # by name: time of renewal, and when that was first seen
 
     def take(self, name: str) -> bool:
-        """Try to claim `name`. False if a live process holds it, or if the folder is gone."""
+        """Try to claim `name`. Returns False if a live process holds it, or if the folder is gone."""
         text = json.dumps(asdict(self._mine))
         try:
             with open(self._path(name), "x", encoding="utf-8") as file:
@@ -356,7 +356,7 @@ def _encode_next(work: _Work, state: _State, checker: Checker, claims: Claims) -
         if claims.take(name):
             with claims.held(name):
                 now = work.state()
-                if now is not None and shard in now.waiting:  # otherwise another process has encoded it meanwhile
+                if now is not None and shard in now.waiting:  # else another process has encoded it meanwhile
                     _encode(work, shard, checker, partial(claims.renew, name))
             return True
     return False
@@ -383,7 +383,7 @@ def _encode(work: _Work, shard: int, checker: Checker, renew: Callable[[], None]
         digest = flush_and_hash(scratch)["sha256"]
         os.replace(scratch, work.path / f"rows-{shard:06d}-{digest}.arrow")
     except FileNotFoundError:
-        if not work.final.exists():  # otherwise others have encoded it too, and the folder was renamed
+        if not work.final.exists():  # else others have encoded it too, and the folder was renamed
             raise
     finally:
         with contextlib.suppress(OSError):

@@ -1,5 +1,5 @@
-"""Micro-batches of ranks that share samples: each decodes the tiles it needs, and all drop samples that any can't
-decode."""
+"""Micro-batches of ranks that share samples. Each rank decodes only its tiles; a sample that one can't decode is
+dropped by all."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -14,8 +14,8 @@ from llava_ds.data.dataset import BrokenSample, EncodedDataset, Undecoded
 from llava_ds.geometry import ImageOptions
 from llava_ds.layouts import MediaLayout
 
-# Reduces a whole micro-batch without pixels, with the layouts of its images and videos in order, to a rank's part;
-# returns it and the indices of the tiles that it needs.
+# Cuts a rank's part from a whole micro-batch without pixels, given the layouts of its images and videos in order.
+# Returns the part and the indices of the tiles that it needs.
 Cut = Callable[[Batch, ImageOptions, Sequence[MediaLayout]], tuple[Batch, list[int]]]
 
 
@@ -39,8 +39,8 @@ class CutMicroBatch:
 
 
 class PartsOfMicroBatches(torch.utils.data.Dataset):
-    """A rank's parts of micro-batches, indexed by lists of sample indices. cuts: applied one after the other; a tile is
-    decoded if all of them need it."""
+    """A rank's parts of micro-batches, indexed by lists of sample indices. cuts: applied in sequence; a tile is decoded
+    if all of them need it."""
 
     def __init__(self, dataset: EncodedDataset, cuts: Sequence[Cut]) -> None:
         self.dataset, self.cuts = dataset, cuts

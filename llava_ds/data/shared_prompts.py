@@ -1,5 +1,5 @@
 # T tokens of all samples laid end to end, copies of prompts included; M image positions among them
-"""Packs in which answers to the same prompt have it only once."""
+"""Packs that contain the shared prompt of several answers only once."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from llava_ds.geometry import ImageOptions
 
 
 def share_prompts(batch: Batch, shared: list[int], options: ImageOptions) -> Batch:
-    """Leave out the tokens that samples share with an earlier one; all their tokens see them there.
+    """Drop tokens that samples share with an earlier one; their other tokens attend to that copy.
 
     batch: with all T tokens; shared: of each sample, as in LoadedSample.shared. The loss is the same: a prompt's last
     token predicts the first token of every answer, and no position changes.

@@ -28,7 +28,7 @@ def refuse_noncharacters(text: str, of_parts: bool = False) -> None:
     text = text.replace(LITERAL_IMAGE, "")
     found = _NONCHARACTER.search(text.replace(PART_END, "") if of_parts else text)
     if found:
-        raise DataError(f"a text holds U+{ord(found[0]):04X}, not a character in Unicode: take it out")
+        raise DataError(f"a text contains U+{ord(found[0]):04X}, not a character in Unicode: take it out")
 
 
 def join_parts(parts: Sequence[str | None]) -> tuple[str, bool]:
@@ -74,7 +74,7 @@ def in_lines(text: str) -> str:
 
 
 def shown_text(text: str) -> str:
-    """Format a message's text for a person: without marks, and with literal "<image>" characters restored."""
+    """Format a message's text for display: without marks, and with literal "<image>" characters restored."""
     return text.replace(PART_END, "").replace(IMAGE_TOKEN, "").replace(LITERAL_IMAGE, IMAGE_TOKEN)
 
 
@@ -100,7 +100,7 @@ class SpecialTokens:
             model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
         self.backend = Tokenizer.from_str(json.dumps(state))
         if any(self.backend.token_to_id(name) != backend.token_to_id(content) for content, name in names.items()):
-            raise ConfigError("--split_special_tokens can't be had with this tokenizer: its tokens would be renumbered")
+            raise ConfigError("--split_special_tokens can't work with this tokenizer: its tokens would be renumbered")
         names.pop(IMAGE_TOKEN, None)  # always a mark
         self._names = names
         self._guards = {content: f"\ufdd6{i}\ufdd7" for i, content in enumerate(names)}

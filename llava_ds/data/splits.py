@@ -1,4 +1,4 @@
-"""The samples that a run trains on, evaluates on, and uses otherwise."""
+"""The samples that a run trains on, evaluates on, and draws for other uses."""
 
 from transformers import PreTrainedTokenizerBase
 

@@ -14,13 +14,13 @@ def spread(weights: np.ndarray, num_bins: int, room: int | None = None) -> np.nd
 
     weights (R, W) int, heaviest first, rows independent; room: maximum number of weights per bin (None: unlimited),
     with num_bins * room >= W. Returns bin indices (R, W) int64. As many weights as possible are placed at once, each
-    into the next bin by load, up to the first bin that is heavier than one filled before it has become. This takes 0.03
-    to 0.1 us per weight; when few can be placed at once, the rest is placed one by one, at 0.3 us each.
+    into the next bin by load; this ends at a bin heavier than one just filled. This takes 0.03 to 0.1 us per weight;
+    when few can be placed at once, the rest is placed one by one, at 0.3 us each.
     """
     num_rows, size = weights.shape
     # A bin as one number, quick to compare: total weight, index, number of its weights.
     bits = 0 if room is None else room.bit_length()
-    steps = np.zeros((num_rows, size + num_bins), np.int64)  # increase of the number per weight
+    steps = np.zeros((num_rows, size + num_bins), np.int64)  # added for each weight
     steps[:, :size] = weights
     steps[:, :size] = steps[:, :size] * (num_bins << bits) + (room is not None)
     bins = np.tile(np.arange(num_bins, dtype=np.int64) << bits, (num_rows, 1))

@@ -42,7 +42,7 @@ def plan_by_count(samples: list[int], dp: int, num_micro_batches: int, micro_siz
 
 @dataclass(frozen=True)
 class Packing:
-    """Rule that lays the samples of a step out on ranks and micro-batches.
+    """Layout of a step's samples on ranks and micro-batches.
 
     dp: number of rank groups with separate samples; axes: split the samples further among the ranks of a group.
     tokens_per_micro_batch: packs of at most this many tokens, evened out by cost; None: micro-batches by count.
@@ -61,7 +61,8 @@ class Packing:
 
     @classmethod
     def of(cls, args: Arguments, dp: int, tokens: int | None, *costs: float | tuple) -> "Packing":
-        """Read the flags. tokens: resolved value of --tokens_per_micro_batch auto, per rank; costs: the last fields."""
+        """Read the flags. tokens: --tokens_per_micro_batch auto, resolved, per rank; costs: pair_cost and
+        other_costs."""
         training, axes = args.training, args.axes
         size, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
         bound = None if tokens is None else tokens * args.ranks_per_token
@@ -108,7 +109,7 @@ class Packing:
         epochs = map(order.epoch, itertools.count(first))
         plans = plans_across_epochs(epochs, self.dp, self.num_micro_batches, self.micro_batch_size, begun)
         for of_ranks in itertools.islice(plans, passed, None):
-            in_turn = itertools.chain.from_iterable(zip(*of_ranks))  # the first micro-batch of every rank, and so on
+            in_turn = itertools.chain.from_iterable(zip(*of_ranks))  # ordered by micro-batch, then rank
             samples = [sample for micro_batch in in_turn for sample in micro_batch]
             dataset.wait_for(samples)
             yield StepLayout(samples, of_ranks)
@@ -153,7 +154,7 @@ class StepPlan:
 
     @property
     def samples_per_step(self) -> int:
-        """Samples of most optimizer steps: fewer than the batch size where an epoch has fewer and ends a step."""
+        """Samples in most optimizer steps: fewer than the batch size if an epoch is shorter and ends a step."""
         num_samples = len(self.dataset)
         is_short = not self.packing.across_epochs or self.packing.ends_epochs_within_steps(num_samples)
         return min(self.batch_size, num_samples) if is_short else self.batch_size
@@ -208,8 +209,8 @@ def sample_order(args: Arguments, dataset: EncodedDataset, dp: int) -> SampleOrd
 
 
 def largest_share(order: SampleOrder, lengths: np.ndarray, dp: int) -> int:
-    """Tokens per rank with which every step fits in one micro-batch: an even share of the largest step, plus one
-    sample, by which balanced packs may differ."""
+    """Tokens per rank that let every step fit in one micro-batch: an even share of the largest step, plus one sample,
+    the most by which balanced packs differ."""
     lengths = np.asarray(lengths)
     steps = order.scan(order.batch_size, 0, order.steps_per_epoch)
     return math.ceil(max(int(lengths[rows].sum(1).max()) for _, rows in steps) / dp) + int(lengths.max())

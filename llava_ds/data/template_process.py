@@ -20,16 +20,16 @@ from llava_ds.constants import ConfigError, DataError
 CPU_SECONDS = 10  # limit per rendering (normally a millisecond)
 WAIT_SECONDS = 300  # timeout for a reply of a stuck process
 MEMORY = 2**29  # bytes, in addition to its usage after the start
-BUSY = "free memory and processors, or give fewer --preprocessing_num_workers"
-MAX_TEXT, MAX_GROWTH = 2**20, 64  # longest text: the first, plus the second times the conversation's, in characters
+BUSY = "free memory and processors, or lower --preprocessing_num_workers"
+MAX_TEXT, MAX_GROWTH = 2**20, 64  # maximum characters: a constant, plus a multiple of the conversation's
 # Not -m: that looks for modules in the current folder first.
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import serve; serve({})"
 REMEDY = "give --version one of LLaVA's templates, or bring another tokenizer"
 
 
 class TemplateProcess:
-    """The rendering process of one process. Raises ConfigError for a template that exceeds a limit; the process then
-    ends."""
+    """The rendering process, one per calling process. A template that exceeds a limit ends it and raises
+    ConfigError."""
 
     def __init__(self) -> None:
         # In its own session, so that signals to the run's process group don't reach it. It ends when its stdin closes.
@@ -114,13 +114,13 @@ def _reply(render_jinja_template, request: dict, longest: int) -> bytes:
     try:
         texts, spans = render_jinja_template(**request)
         if len(texts[0]) > longest:
-            return json.dumps({"too_much": f"it makes {len(texts[0]):,} characters of a conversation"}).encode()
+            return json.dumps({"too_much": f"it renders a conversation as {len(texts[0]):,} characters"}).encode()
         marked = request.get("return_assistant_tokens_mask")
         return json.dumps({"text": texts[0], "spans": list(spans[0]) if marked else []}).encode()
     except MemoryError:
         return json.dumps({"too_much": f"it takes more than {MEMORY >> 20} MB"}).encode()
     except RecursionError:
-        return json.dumps({"too_much": "it calls itself without end"}).encode()
+        return json.dumps({"too_much": "it recurses without end"}).encode()
     except Exception as error:  # a template may raise any Python exception
         reason = f"{type(error).__name__}: {error}" if type(error).__module__ == "builtins" else str(error)
         return json.dumps({"refused": reason[:500]}).encode()

@@ -76,10 +76,10 @@ class Template:
     alternates: bool = True  # questions and answers must alternate
     drops_opening_answer: bool = True
     learned: tuple[str, ...] = ()  # tokens that are supervised everywhere
-    image: str = IMAGE_TOKEN  # text of an image
+    image: str = IMAGE_TOKEN  # text in place of an image
 
     def image_text(self, mm_use_im_start_end: bool) -> str:
-        """Text of an image, with one IMAGE_TOKEN in it."""
+        """Return the text for an image, with one IMAGE_TOKEN in it."""
         mark = f"{IM_START_TOKEN}{IMAGE_TOKEN}{IM_END_TOKEN}" if mm_use_im_start_end else IMAGE_TOKEN
         return self.image.replace(IMAGE_TOKEN, mark)
 
@@ -108,13 +108,13 @@ def prepare(messages: Sequence[Message], template: str, mm_use_im_start_end: boo
         messages = [replace(m, text=in_lines(m.text), keeps_spaces=False) if m.keeps_spaces else m for m in messages]
     if messages and messages[0].role == "system":
         if template == "plain":
-            raise DataError("the plain template has no place for a system message")
+            raise DataError("the plain template has no system message")
         system = messages.pop(0).text
         if IMAGE_TOKEN in system:
-            raise DataError(f"the system message holds an {IMAGE_TOKEN} mark")
+            raise DataError(f"the system message has an {IMAGE_TOKEN} mark")
     if rules.drops_opening_answer and template != "plain" and messages and messages[0].role == "gpt":
         if IMAGE_TOKEN in messages[0].text:
-            raise DataError(f"the first turn is an answer and is left out, but it holds an {IMAGE_TOKEN} mark")
+            raise DataError(f"the first turn is an answer and is left out, but it has an {IMAGE_TOKEN} mark")
         messages = messages[1:]
     if not any(message.role == "human" for message in messages):
         raise DataError("the conversation has no question")
@@ -323,7 +323,7 @@ TEMPLATES: dict[str, Template] = {
     "processor": Template(None, "", (), whole=True, drops_opening_answer=False, alternates=False),
 }
 
-# Other names in LLaVA and LLaVA-NeXT of templates with the same training text. For v0 and v0.5 their train() uses the
+# LLaVA's and LLaVA-NeXT's other names for templates with the same training text. For v0 and v0.5 their train() uses the
 # default conversation, Vicuna's.
 ALIASES: dict[str, str] = {
     "v0": "v1",

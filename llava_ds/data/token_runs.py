@@ -23,7 +23,7 @@ def to_columns(ids: list[np.ndarray], labels: list[np.ndarray]) -> dict[str, pa.
     starts = (ends - lengths)[lengths > 0]
     flat, targets = np.concatenate(ids, dtype=np.int32), np.concatenate(labels, dtype=np.int32)
     is_image, supervised = flat == IMAGE_TOKEN_INDEX, targets != IGNORE_INDEX
-    assert np.array_equal(flat[supervised], targets[supervised]), "a label is another id than its token"
+    assert np.array_equal(flat[supervised], targets[supervised]), "a label differs from its token's id"
     begins = is_image & _changes(is_image, starts)
     kept = ~is_image | begins
     text = flat[kept]
@@ -80,7 +80,7 @@ def _changes(flags: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _lists(values: np.ndarray, of: np.ndarray, ends: np.ndarray) -> pa.Array:
-    """Split values into one list per row, without Python numbers in between. of: (tokens,) bool, True where a value was
-    taken."""
+    """Split values into one list per row, without converting to Python numbers. of: (tokens,) bool, True where a value
+    was taken."""
     offsets = np.concatenate([[0], np.concatenate([[0], np.cumsum(of)])[ends]]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.astype(np.int32)))

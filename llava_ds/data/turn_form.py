@@ -17,7 +17,7 @@ THINK = ("<think>", "</think>")
 _ENDS = (THINK[1], "<channel|>", "[/THINK]", "◁/think▷")
 
 Turns = list[dict[str, object]]
-Render = Callable[[Turns, bool, list | None], str]  # arguments: turns, whether to add a prompt, tools
+Render = Callable[[Turns, bool, list | None], str]  # arguments of the renderer: turns, whether to add a prompt, tools
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TurnForm:
     header: str = ""
 
     def content(self, text: str) -> str | list[dict[str, str]]:
-        """Build the content of a turn that has only a text."""
+        """Build the content of a text-only turn."""
         return [{"type": "text", "text": text}] if self.as_parts else text
 
     def answer(self, content: str | list, thought: str | None, calls: Sequence[dict]) -> dict[str, object]:
@@ -55,7 +55,7 @@ class TurnForm:
             content = []
         turn: dict[str, object] = {"role": "assistant", "content": content}
         if thought is not None and self.thought == "field":
-            # transformers copies only some of these names to the others; templates read any of them.
+            # Names of a thought: templates read any name, transformers copies only some to the others.
             turn |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thought)
         elif thought is not None and self.thought == "part":
             parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
@@ -88,7 +88,7 @@ _QUESTION = "Qquestionq"
 _ID = "abcdefghi"  # Mistral's templates require ids of nine letters and digits
 _SCHEMA = {"type": "object", "properties": {"Qkeyq": {"type": "string", "description": "x"}}, "required": ["Qkeyq"]}
 _TOOL = {"type": "function", "function": {"name": _NAME, "description": "x", "parameters": _SCHEMA}}
-# A template that dumps the list of parts itself, instead of the texts in it.
+# Sign of a template that prints the list of parts itself, not the texts in it.
 _DUMPED = re.compile(r"""['"]type['"]: *['"](?:text|thinking)['"]""")
 _ARGUMENTS = {"Qkeyq": "Qvalueq", "Qlistq": [5]}
 _CALL = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": _ARGUMENTS}}

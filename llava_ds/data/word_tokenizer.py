@@ -18,11 +18,11 @@ MAX_KNOWN = 300_000
 NUM_PROBES = 300
 
 _RULES: dict[tuple[bytes, str], tuple[re.Pattern, str] | None] = {}  # arguments of Words, by tokenizer
-_FIRST = "\0"  # marks the first word of a text: its ids may differ from those after a space
+_FIRST = "\0"  # marks the first word of a text: ids may differ after a space
 _SPACES = set("▁Ġ ")
 
-# Beginnings and ends of words that tokenizers treat specially. If all of these give the same ids by words, every text
-# is assumed to.
+# Beginnings and ends of words that tokenizers treat specially. If tokenizing these word by word gives the same ids, it
+# is assumed to for every text.
 _PARTS = (
     "a", "B2", "two", "it's", "don't", "x.", "(y", "z)", "...", "?!", '"q"', "'s", "-", "1", "42", "1,000", "3.14", "#",
     "@me", "a_b", "&amp;", "/", "\\", "<", ">", "<a>", "<0x41>", "</s", "[INST", "USER:", "a\nb", "\nc", "d\n", "\te",
@@ -144,7 +144,7 @@ def _rule_of(tokenize: Tokenize, backend: Tokenizer, said: str) -> tuple[re.Patt
 
 
 def _ordinary_but(chars: set[str]) -> str:
-    """A character class of letters, digits and ASCII marks, except some characters."""
+    """A character class of letters, digits and ASCII marks, except the given characters."""
     marks = "".join(re.escape(char) for char in map(chr, range(33, 127)) if char not in chars)
     letters = "" if any(re.match(r"\w", char) for char in chars) else r"\w"
     return f"[{marks}{letters}]"

@@ -180,9 +180,9 @@ def test_other_data_are_described_by_who_knows_them(tmp_path):
 
     def about(run_dir: Path) -> str:
         asked.append(run_dir)
-        return "1 of 2 image files hold something else: a.png"
+        return "1 of 2 image files have other contents: a.png"
 
-    with pytest.raises(ConfigError, match=r"has changed: 1 of 2 image files hold something else: a\.png"):
+    with pytest.raises(ConfigError, match=r"has changed: 1 of 2 image files have other contents: a\.png"):
         find_resume_point("auto", tmp_path, run(data="other"), None, about)
     assert asked == [path.parent]
     find_resume_point("auto", tmp_path, run(), None, about)

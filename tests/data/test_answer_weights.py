@@ -78,7 +78,7 @@ def test_every_token_of_an_answer_has_its_weight(opened, tokenizer, tmp_path):
         row = data.row(int(data.rows[i]))
         assert (row["weights"] is None) == (data[i].weights is None) == all(w == 1 for _, w in answers_of(record))
     number = sum(any(weight != 1 for _, weight in answers_of(record)) for record in records)
-    assert f"{number} samples have answers whose loss counts with a weight other than 1" in data.summary()
+    assert f"{number} samples have answers with a loss weight other than 1" in data.summary()
     rest, part = data.without_part(0.3, seed=1)
     assert rest.index.facts["weighed"] + part.index.facts["weighed"] == number
     batch = collate([data[i] for i in range(len(data))], data.image_options)
@@ -89,7 +89,7 @@ def test_every_token_of_an_answer_has_its_weight(opened, tokenizer, tmp_path):
 def test_weights_of_one_are_as_none(opened):
     plain, ones = opened("plain", (None,)), opened("ones", (1, 1.0))
     assert ones.index.facts["weighed"] == 0 and ones.table.column("weights").null_count == len(KINDS)
-    assert not any("whose loss counts" in line for line in ones.summary())
+    assert not any("with a loss weight" in line for line in ones.summary())
     for i in range(len(KINDS)):
         assert ones[i].weights is plain[i].weights is None
         assert torch.equal(ones[i].labels, plain[i].labels) and torch.equal(ones[i].input_ids, plain[i].input_ids)
@@ -133,7 +133,7 @@ def test_people_see_the_weights(inspect_data, tmp_path, toy_base, capsys):
     out = tmp_path / "out.jsonl"
     inspected(inspect_data, tmp_path, {**toy_base, **data}, "--jsonl", str(out))
     shown = capsys.readouterr().out
-    assert "2 samples have answers whose loss counts with a weight other than 1" in shown
+    assert "2 samples have answers with a loss weight other than 1" in shown
     assert shown.count("weights of the loss 0.5") == 2
     for row in map(json.loads, out.read_text().splitlines()):
         assert {w for w, label in zip(row["weights"], row["labels"]) if label != IGNORE_INDEX} == {0.5}

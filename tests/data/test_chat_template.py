@@ -124,7 +124,7 @@ def test_answers_without_an_end_that_is_learned_are_refused(tokenizer, source, l
     own = copy.deepcopy(tokenizer)
     own.chat_template = source
     [problem] = check_tokenizer("chat_template", own)
-    assert f"has {learned!r} learned, followed by '{behind}'" in problem
+    assert f"learn {learned!r} (then follows '{behind}'" in problem
     assert "never learn to stop" in problem and "give --version one of LLaVA's templates" in problem
     assert end_markers("chat_template", own) == [own.eos_token_id]
 

@@ -223,7 +223,7 @@ def test_too_many_bad_records_are_refused_with_the_first_of_them_and_a_list(open
     message = str(caught.value)
     assert "2 of 3 records (66.67%) can't be trained on, --max_bad_fraction allows 1.00%" in message
     assert "record 1 (1): nothing to learn from: no answer has a text" in message
-    assert "record 2 (long): nothing to learn from: the first 150 tokens hold no answer" in message
+    assert "record 2 (long): nothing to learn from: the first 150 tokens contain no answer" in message
     assert "record 0" not in message
     assert len(opened(**settings, max_bad_fraction=0.7)) == 1
     with pytest.raises(DataError, match="--on_bad_sample stop allows none"):
@@ -298,7 +298,7 @@ def test_the_summary_names_what_is_not_read_and_not_learned(opened, tmp_path, to
     settings = {"data_path": path, "image_folder": None, "tokenizer": tokenizer, "on_bad_sample": "list"}
     settings["encoding"] = toys.encoding_options(template="chat_template")
     text = "\n".join(opened(**settings).summary())
-    assert "2 thoughts of 2 records are not learned: the chat template leaves them out" in text
+    assert "2 thoughts of 2 records are not learned: the chat template omits them" in text
     assert "keys of records that are not read: 'url' (3 records), 'page' (2 records), 'text' (1 records)\n" in text
     assert "nothing to learn from: all of its answers weigh 0" in text
     last = {**settings, "encoding": toys.encoding_options(template="chat_template", supervise_last_turn_only=True)}
@@ -701,7 +701,7 @@ def test_the_files_that_changed_are_named(opened, tmp_path):
     seen_files.write_data_files(tmp_path, first.table)
     assert seen_files.changes_since(first.table, tmp_path).startswith("no image file has changed")
     repainted(path)
-    assert seen_files.changes_since(opened().table, tmp_path) == f"1 of 2 image files hold something else: {path}"
+    assert seen_files.changes_since(opened().table, tmp_path) == f"1 of 2 image files have other contents: {path}"
     path.unlink()
     assert seen_files.changes_since(opened(on_bad_sample="list").table, tmp_path).endswith(
         f"1 image files were read, 2 before; gone: {path}"

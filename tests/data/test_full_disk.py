@@ -91,10 +91,10 @@ def test_scenes_on_a_full_disk_are_one_message_and_made_anew(tmp_path):
 @pytest.mark.parametrize(
     ("number", "said"),
     [
-        ("EMFILE", "can't be made: Too many open files: raise the limit (ulimit -n)"),
-        ("ENFILE", "can't be made: Too many open files in system: raise the limit"),
-        ("ENOMEM", "can't be made: Cannot allocate memory: free some"),
-        ("EAGAIN", "can't be made: Resource temporarily unavailable: end other processes"),
+        ("EMFILE", "can't be created: Too many open files: raise the limit (ulimit -n)"),
+        ("ENFILE", "can't be created: Too many open files in system: raise the limit"),
+        ("ENOMEM", "can't be created: Cannot allocate memory: free some"),
+        ("EAGAIN", "can't be created: Resource temporarily unavailable: end other processes"),
         ("ENOSPC", "can't be written to"),
         ("EACCES", "can't be written to"),
     ],

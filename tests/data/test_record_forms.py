@@ -219,7 +219,7 @@ def test_the_most_frequent_answer_is_learned(data, answers, learned):
     [
         ({"question": "What?", "answers": []}, "has an empty list under 'answers', expected an answer"),
         ({"question": "What?", "answers": [None]}, "has an empty list under 'answers'"),
-        ({"question": "What?", "answers": "['a', 'b']"}, "has a text under 'answers' that is no JSON list"),
+        ({"question": "What?", "answers": "['a', 'b']"}, "has a text under 'answers' that is not a JSON list"),
         ({"question": "What?", "answers": {"start": 3}}, "has {'start': 3} under 'answers', expected an answer"),
         ({"question": "What?", "answer": True}, "has True under 'answer', expected a text"),
         ({"question": "What?", "answer": " "}, "has ' ' under 'answer', expected an answer"),
@@ -252,7 +252,7 @@ def test_a_record_of_texts_that_has_none_says_why(data):
     )
     assert "has no texts under 'texts'" in rejected(source, 2)
     assert "has an object without 'from' or 'role' as number 0 of 'texts' (its keys: 'user')" in rejected(source, 3)
-    assert "has a text under 'texts' that is no JSON" in rejected(source, 4)
+    assert "has a text under 'texts' that is not JSON" in rejected(source, 4)
     assert "has an object without 'from' or 'role' as number 0 of 'texts'" in rejected(source, 5)
 
 
@@ -262,10 +262,10 @@ def test_a_record_of_texts_that_has_none_says_why(data):
 @pytest.mark.parametrize(
     ("record", "says"),
     [
-        ({"conversations": "Who? Me."}, "the first has a text under 'conversations' that is no JSON: Expecting value"),
+        ({"conversations": "Who? Me."}, "the first has a text under 'conversations' that is not JSON: Expecting value"),
         (
             {"conversations": "[{'from': 'human'}]"},
-            "has a text under 'conversations' that is no JSON: Expecting property",
+            "has a text under 'conversations' that is not JSON: Expecting property",
         ),
         (
             {"messages": [{"content": "a"}]},
@@ -301,11 +301,11 @@ def test_a_record_of_texts_that_has_none_says_why(data):
         ),
         ({"text": "A long story."}, "has a text under 'text' and no image under 'image' or 'images', as a caption has"),
         ({"image": "0.png", "text": ["a"]}, "has ['a'] under 'text', expected a caption"),
-        ({"image": "0.png", "label": 3}, "has an image, and a text under no key that is known"),
-        ({"url": "a", "n": 3}, "no key of them is known (keys found: 'url', 'n')"),
+        ({"image": "0.png", "label": 3}, "has an image, but its text is under no known key"),
+        ({"url": "a", "n": 3}, "none of their keys is known (keys found: 'url', 'n')"),
         (
             {"Image": "0.png", "Question": "Who?", "Answer": "Me."},
-            "names that are not read: give --data_columns image=Image,question=Question,answer=Answer, if they hold",
+            "keys that are not read: give --data_columns image=Image,question=Question,answer=Answer, if they are",
         ),
         ({"conversation": [ASKED, SAID], "n": [1]}, "give --data_columns conversations=conversation, if"),
         ({"image": "0.png", "dialog": json.dumps([ASKED, SAID])}, "give --data_columns conversations=dialog, if"),
@@ -322,7 +322,7 @@ def test_names_of_a_table_that_are_nearly_known_are_suggested(data):
     """Whose cells are not read yet."""
     talk = {"images": [{"bytes": png(4), "path": None}], "conversation": [ASKED, SAID]}
     message = refused(lambda: data.parquet(talk))
-    assert "give --data_columns conversations=conversation, if they hold those fields" in message
+    assert "give --data_columns conversations=conversation, if they are those fields" in message
     assert said(data.parquet(talk, columns="conversations=conversation")) == TALK
     assert "give --data_columns image=Image,text=Caption, if" in refused(
         lambda: data.parquet({"Image": "", "Caption": ""})
@@ -423,7 +423,7 @@ def test_no_form_is_learned_blindly(data, record, kind):
     """Of conversations without marks nothing else would tell that images are missing."""
     pairs = "chosen" in record
     message = refused(lambda: getattr(data, kind)({**record, "image_path": "0.png"}, are_preferences=pairs))
-    assert "something like one under 'image_path': name it with --data_columns image=image_path" in message
+    assert "probably one under 'image_path': name it with --data_columns image=image_path" in message
     source = getattr(data, kind)({**record, "image_path": "0.png"}, are_preferences=pairs, columns="image=image_path")
     assert samples(source)[0].messages[0].text == "<image>\nWhat is it?"
 
@@ -445,7 +445,7 @@ def test_columns_of_tables_that_name_images_are_asked_about(data, is_saved):
         ("image_id", 7),
         ("frames", ["0.png", "1.png"]),
     ):
-        assert f"something like one under {key!r}: " in refused(functools.partial(opened, {key: value}))
+        assert f"probably one under {key!r}: " in refused(functools.partial(opened, {key: value}))
     assert len(samples(opened({"url": "https://x.org/a.png", "number": 7, "kinds": ["a"]}))) == 1
 
 
@@ -494,22 +494,24 @@ def test_images_under_names_that_are_not_read_are_asked_about(data):
     one.mkdir()
     row = {"question": "What is it?", "answer": "A boat."}
     message = refused(lambda: data.parquet({**row, "jpg": {"bytes": png(4), "path": None}}))
-    assert "no image under 'image' or 'images', but something like one under 'jpg': name it with" in message
+    assert "no image under 'image' or 'images', but probably one under 'jpg': name it with" in message
     message = refused(lambda: data.json({**row, "image_1": "0.png", "image_2": "1.png"}))
-    assert "like one under 'image_1', 'image_2': put them in one list under 'images'" in message
-    assert "like one under 'photo': name it with --data_columns image=photo" in refused(
+    assert "probably one under 'image_1', 'image_2': put them in one list under 'images'" in message
+    assert "probably one under 'photo': name it with --data_columns image=photo" in refused(
         lambda: data.csv("photo,question,answer\n0.png,What is it?,A boat.\n")
     )
     assert said(data.csv("photo,question,answer\n0.png,What is it?,A boat.\n", columns="image=photo")) == TALK
-    assert "like one under 'image_url': name it" in refused(lambda: data.json({**row, "image_url": "https://x.org/7"}))
+    assert "probably one under 'image_url': name it" in refused(
+        lambda: data.json({**row, "image_url": "https://x.org/7"})
+    )
     assert "'img_paths': name it" in refused(lambda: data.json({**row, "img_paths": ["0.png", "1.png"]}))
     assert len(samples(data.json({**row, "url": "https://x.org/a.png"}))) == 1  # where it is from
     for key, value in (("image_id", 7), ("imageId", "2370799"), ("img_name", "COCO_7")):
         message = refused(functools.partial(data.json, {**row, key: value}))
-        assert f"like one under {key!r}: write the paths of" in message
+        assert f"probably one under {key!r}: write the paths of" in message
         assert len(samples(data.json({**row, key: value, "image": "0.png"}))) == 1
     text = base64.b64encode(png(9)).decode()
-    assert "like one under 'encoded': name it" in refused(lambda: data.json({**row, "encoded": text}))
+    assert "probably one under 'encoded': name it" in refused(lambda: data.json({**row, "encoded": text}))
     assert "looks like base64: put data:image/png" in rejected(data.json({**row, "image": text * 3}))
     assert len(samples(data.json({**row, "photo": "0.png"}, on_unmarked_image="text"))) == 1
 
@@ -572,9 +574,7 @@ def test_csv_of_conversations_and_long_cells(data):
 
 def test_a_row_with_too_many_cells_is_rejected(data):
     source = data.csv("image,question,answer\n0.png,What is it?,A boat.\n0.png,What is it?,Yes, a boat.\n")
-    assert "has 4 cells, and the header names 3: a text with the separator in it has to be in quotes" in rejected(
-        source, 1
-    )
+    assert "has 4 cells, but the header has 3: put texts that contain the separator in quotes" in rejected(source, 1)
 
 
 def test_csv_without_usable_names_is_refused(data):
@@ -730,4 +730,4 @@ def test_nested_json_text_is_rejected(data, value):
     good = {"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Me."}]}
     assert "under 'conversations' that is" in rejected(data.json(good, {"conversations": value}), 1)
     good = {"question": "a", "answers": "b"}
-    assert "that is no JSON list" in rejected(data.json(good, {"question": "a", "answers": "[" * 100_000}), 1)
+    assert "that is not a JSON list" in rejected(data.json(good, {"question": "a", "answers": "[" * 100_000}), 1)

@@ -251,7 +251,10 @@ def chat_of(*parts: object) -> dict:
         (talk_of({"from": "human", "value": 3}), "turn 0 is"),
         (talk_of(TEXT_ONLY[0], {"from": "dog", "value": "x"}), "turn 1 is from 'dog', expected 'human' or 'gpt'"),
         (talk_of(TEXT_ONLY[0], {"from": ["gpt"], "value": "x"}), "turn 1 is from ['gpt'], expected"),
-        (talk_of({"from": "observation", "value": "x"}), "turn 0 is the result of a tool, and no answer is before it"),
+        (
+            talk_of({"from": "observation", "value": "x"}),
+            "result of a tool, but no answer before it calls one",
+        ),
         (
             talk_of(*TEXT_ONLY, {"from": "system", "value": "x"}),
             "turn 2 is from 'system': expected that once, at the be",
@@ -280,14 +283,14 @@ def chat_of(*parts: object) -> dict:
         ({"conversations": TALK, "image": "pipe.png"}, "it is a named pipe"),
         ({"conversations": TALK, "image": "loop.png"}, "names the image 'loop.png', but it can't be read"),
         ({"conversations": TALK, "image": "x" * 300}, "but it can't be read: File name too long"),
-        ({"conversations": TALK, "image": "x/" * 3000}, "not a possible name of a file: it is longer than 4096 bytes"),
+        ({"conversations": TALK, "image": "x/" * 3000}, "not a valid file name: it is longer than 4096 bytes"),
         (
             {"conversations": TALK, "image": "/9j/" + "A" * 5000},
             "and looks like base64: put data:image/png;base64,",
         ),
-        ({"conversations": TALK, "image": "a\0.png"}, "not a possible name of a file"),
-        ({"conversations": TALK, "image": "\ud800.png"}, "not a possible name of a file"),
-        ({"conversations": TALK, "image": [""]}, "not a possible name of a file: it is empty"),
+        ({"conversations": TALK, "image": "a\0.png"}, "not a valid file name"),
+        ({"conversations": TALK, "image": "\ud800.png"}, "not a valid file name"),
+        ({"conversations": TALK, "image": [""]}, "not a valid file name: it is empty"),
         ({"conversations": TALK, "image": "../secret.png"}, "'../secret.png', outside the image folder"),
         ({"conversations": TALK, "image": ".."}, "outside the image folder"),
         ({"conversations": TALK, "image": "../images-of-others/a.png"}, "outside the image folder"),
@@ -327,7 +330,7 @@ def test_marks_are_asked_for_where_the_format_has_them(folder):
     lost = {"conversations": [{"from": "human", "value": "<video>?"}, TALK[1]]}
     assert "names 0 videos under 'video' or 'videos', but its text has 1" in refused(folder, lost, good)
     answer_only = {"conversations": [TALK[1]], "images": ["a.png"]}
-    assert "no question that could show them" in refused(folder, answer_only, good)
+    assert "no question to show them in" in refused(folder, answer_only, good)
 
 
 @pytest.mark.parametrize(
@@ -391,7 +394,7 @@ def test_unknown_records_are_refused_with_the_keys_found(folder):
     with pytest.raises(ConfigError) as caught:
         opened(folder, [{"url": "a.html", "score": 3}, 3])
     message = str(caught.value)
-    assert "of no known format: no key of them is known (keys found: 'url', 'score'); known are llava: {" in message
+    assert "of no known format: none of their keys is known (keys found: 'url', 'score'); known are llava: {" in message
     assert all(f"{name}: {{" in message for name in ("messages", "texts", "question_answer", "caption"))
 
 

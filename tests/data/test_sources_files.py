@@ -108,7 +108,7 @@ def _dump(value: object, indent: int | None) -> str:
         ('[{"a": 1},\n\n', 3, 1, "Expecting value"),
         ('[{"a": 1},\n{"a": "x', 2, 7, "Unterminated string"),
         ('[{"a": 1}', 1, 10, "the file ends where , or ] was expected"),
-        ('[{"a": 1}]\n]', 2, 1, "there is something after the list"),
+        ('[{"a": 1}]\n]', 2, 1, "the list is followed by something else"),
         ('[{"a": 1},]', 1, 11, "Expecting value"),
         ('[{"a": 1}, {"a": \u20ac}]', 1, 18, "Expecting value"),
         ("[" * 5000, 1, 2, "the file ends inside a record"),
@@ -636,7 +636,7 @@ def test_a_saved_folder_with_offsets_that_lead_outside_is_refused(opened, tmp_pa
 def test_pipes_and_folders_named_like_shards_are_no_shards(opened, tmp_path):
     os.mkfifo(tmp_path / "a.tar")
     (tmp_path / "b.parquet").mkdir()
-    with pytest.raises(ConfigError, match="holds nothing to read"):
+    with pytest.raises(ConfigError, match="has nothing to read"):
         opened(tmp_path)
 
 

@@ -263,7 +263,7 @@ def test_a_data_path_that_can_not_be_read_says_what_can(tmp_path):
     assert "several kinds: a JSON list (a.json), JSONL (b.jsonl)" in refused(tmp_path)
     assert "is not a regular file" in refused("/dev/null")
     (tmp_path / "empty").mkdir()
-    assert "holds nothing to read (it is empty)" in refused(tmp_path / "empty")
+    assert "has nothing to read (it is empty)" in refused(tmp_path / "empty")
     for name in ("train-0.parquet", "test-0.parquet"):
         (tmp_path / "empty" / name).write_bytes(b"")
     found = "holds the splits 'train' (train-0.parquet) and 'test' (test-0.parquet): choose one with --data_split train"

@@ -113,7 +113,7 @@ def test_a_mark_that_shows_nothing_is_read_as_text(name, template, split):
 
 @pytest.mark.parametrize("text", ["\ufdd2image\ufdd3", "a\ufdd4" + "0\ufdd5", "\ufdef"])
 def test_noncharacters_are_refused(text):
-    with pytest.raises(DataError, match=r"a text holds U\+FD[DE].,? not a character in Unicode: take it out"):
+    with pytest.raises(DataError, match=r"a text contains U\+FD[DE].,? not a character in Unicode: take it out"):
         encoded(encoder_of("qwen", "chatml", True), [Message("human", text), Message("gpt", "So.")])
     with pytest.raises(DataError, match="not a character in Unicode"):
         encoder_of("qwen", "chatml", False).prompt_ids([Message("human", text)], [])

@@ -193,7 +193,7 @@ def test_folders_of_images_have_splits(tmp_path):
     )
     for subset in ("a", "b"):
         write(tmp_path / "e" / "train" / subset / "metadata.jsonl")
-    assert "holds several folders with metadata (" in refused(tmp_path / "e")
+    assert "has several folders with metadata (" in refused(tmp_path / "e")
 
 
 README = """---

@@ -177,8 +177,8 @@ def test_a_prompt_is_the_beginning_of_what_training_saw(template):
         ([human("<image><image>"), gpt("b")], "plain", "the plain template takes one question with one <image>"),
         ([gpt("<image>"), human("<image>"), gpt("b")], "v1", "<image>"),
         ([human(""), gpt("b")], "llama_2", "the first question has no text"),
-        ([Message("system", "a"), human("<image>"), gpt("b")], "plain", "no place for a system message"),
-        ([Message("system", "<image>"), human("a"), gpt("b")], "v1", "the system message holds an <image> mark"),
+        ([Message("system", "a"), human("<image>"), gpt("b")], "plain", "the plain template has no system message"),
+        ([Message("system", "<image>"), human("a"), gpt("b")], "v1", "the system message has an <image> mark"),
         ([human("a"), Message("system", "b")], "chatml", "turn 1 is from 'system', expected 'human' or 'gpt'"),
     ],
 )

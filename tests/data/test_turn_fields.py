@@ -188,7 +188,7 @@ def with_turn(**fields) -> dict:
         (chat({"reasoning": {"effort": "low"}}), "turn 1 has {'effort': 'low'} for a thought, expected a text"),
         (
             chat({"content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}]}),
-            "turn 1 has thoughts between its parts, expected one, before the answer",
+            "turn 1 has thoughts between its parts, expected one thought before the answer",
         ),
         (chat({"content": [{"type": "reasoning", "summary": []}]}), "expected a text under 'reasoning'"),
         (with_turn(thinking="b"), "turn 0 has a thought, allowed in answers only, but is from 'user'"),
@@ -215,7 +215,7 @@ def test_fields_that_can_not_be_honoured_are_refused(tmp_path, record, why):
 def test_calls_that_are_no_texts_or_contradict_their_answer_are_refused(tmp_path):
     turns = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": "I zoom.", "loss": False}]
     call = {"role": "tool_call", "content": '{"name": "zoom"}'}
-    assert "belongs to the answer before it, and has another weight" in refused(tmp_path, {"messages": [*turns, call]})
+    assert "continues the answer before it, but has another weight" in refused(tmp_path, {"messages": [*turns, call]})
     listed = {"role": "tool_call", "content": [{"type": "text", "text": "x"}]}
     assert "turn 2, from 'tool_call', has" in refused(tmp_path, {"messages": [*turns, listed]})
     twice = {"role": "tool_call", "content": '<think>a</think>{"name": "zoom"}', "reasoning": "b"}

@@ -83,7 +83,7 @@ def load_media(
             pinpoint = best_pinpoint(expected, options.anyres_sizes)
             tiles += cut_tiles(image, expected, pinpoint, options.size, options.fast_decoding)
         else:
-            check_resized(ref, image.size, aspect_ratio, options)  # the file may have changed since it was probed
+            check_resized(ref, image.size, aspect_ratio, options)  # the file may have changed since probe read it
             tiles.append(to_tile(image, aspect_ratio, options))
     return torch.stack(tiles if wanted is None or not tiled else [tiles[i] for i in wanted])
 
@@ -163,7 +163,7 @@ def to_rgb(image: Image.Image, value_range: str | None = None) -> Image.Image:
 def opened_image(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, Size]]:
     """Open an image and read its header. Yields the image, its EXIF orientation, and its upright size.
 
-    Any error of the image, including in the block, becomes a DataError with its path.
+    Any error with the image, also inside the block, becomes a DataError with its path.
     """
     try:
         with warnings.catch_warnings():
@@ -203,7 +203,7 @@ def _open_header(file: io.BufferedReader, max_pixels: int) -> Image.Image:
     """Open an image with a bound on the bytes read: headers can claim parts of any length."""
     start = file.peek(16)
     if start.startswith(b"RIFF") or start[4:8] == b"ftyp":
-        file.raw.max_bytes = max(_HEADER_BYTES, max_pixels)  # WebP and AVIF are read completely
+        file.raw.max_bytes = max(_HEADER_BYTES, max_pixels)  # WebP and AVIF files are read whole
     elif start.startswith((b"GIF", b"P")):
         file.raw.max_bytes = _HEADER_BYTES // 16  # read byte by byte
     return Image.open(file, formats=_known_formats())
@@ -231,7 +231,7 @@ def decode_pixels(ref: FileRef, image: Image.Image) -> None:
     stored = image.size
     image.load()
     if image.size != stored:
-        raise DataError(f"{ref.path} is of another size than its header says: replace it or leave it out")
+        raise DataError(f"{ref.path} differs in size from its header: replace it or leave it out")
 
 
 def _orientation(image: Image.Image) -> int:
@@ -267,14 +267,14 @@ def used_files(media: Media, options: ImageOptions) -> list[FileRef]:
 
 
 def aspect_ratio_of(media: Media, options: ImageOptions) -> str:
-    """How to make one tile of an image. Frames are never padded, as in LLaVA-NeXT."""
+    """Return how to make one tile of an image. Frames are never padded, as in LLaVA-NeXT."""
     if media.kind == "image" and (options.is_anyres or options.aspect_ratio == "pad"):
         return "pad"
     return "stretch" if options.stretch else "square"
 
 
 def check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: ImageOptions) -> None:
-    """Refuse an image so narrow that some step of resizing would give far more pixels than the bound."""
+    """Refuse an image so narrow that a step of resizing would far exceed the pixel bound."""
     if aspect_ratio == "pad":
         padded = max(size) * size[1]  # resized in bands: takes time, but no memory
         if padded > _PADDED_TIMES * options.max_pixels or max(size) * options.size > options.max_pixels:

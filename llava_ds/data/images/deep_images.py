@@ -8,7 +8,7 @@ from PIL import Image
 
 from llava_ds.config.bounds import OWN_RANGE, range_of_values
 
-PART = 1 / 16  # minimum share of its range that an image must use, and maximum share of its pixels outside
+PART = 1 / 16  # minimum share of the range to use, and maximum share of pixels outside it
 FLOAT_RANGE, INTEGER_RANGE = (0.0, 255.0), (0.0, 65535.0)  # default values of black and white
 _HINT = "--image_value_range scales images of one channel (docs/images.md)"
 
@@ -33,13 +33,13 @@ def to_eight_bits(image: Image.Image, value_range: str | None = None) -> Image.I
 
 
 def described(image: Image.Image, value_range: str | None = None) -> str:
-    """Describe a decoded image that uses less than 1/16 of its range, or has more than 1/16 of its pixels outside; ""
-    for others. Raises ValueError as to_eight_bits does."""
+    """Describe a decoded image that uses less than 1/16 of its range, or has more than 1/16 of its pixels outside it;
+    else "". Raises ValueError as to_eight_bits does."""
     if not image.mode.startswith(("I", "F")):  # 16 bits a channel, of which Pillow reads 8
         extrema = image.getextrema()
         bands = extrema if isinstance(extrema[0], tuple) else (extrema,)
         most = max(high for _, high in bands[: 1 if image.mode == "LA" else 3])
-        return f"16 bits a channel, up to {256 * most + 255} of 65535, read with 8" if most < 256 * PART else ""
+        return f"16 bits a channel, up to {256 * most + 255} of 65535, read as 8 bits" if most < 256 * PART else ""
     values = _values(image, True)
     least, most = _least_and_most(values)
     if value_range is None:

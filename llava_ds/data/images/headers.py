@@ -16,7 +16,7 @@ from llava_ds.data.sample import FileRef, Media
 from llava_ds.geometry import ImageOptions, Size
 from llava_ds.videos import Footage, video_frames
 
-_WIDE_FORMATS = ("PNG", "TIFF", "PPM")  # may have colours of 16 bits a channel
+_WIDE_FORMATS = ("PNG", "TIFF", "PPM")  # may have 16 bits per colour channel
 
 
 def probe(media: Media, options: ImageOptions, notes: list[str] | None = None) -> tuple[Size, ...]:
@@ -57,7 +57,7 @@ def footage(
     """Return the footage of a video if the options have a frame rule (otherwise None), and sizes as probe does. notes:
     as in probe.
 
-    Frames given as images have --video_fps, unless their part of a message gives a rate.
+    Frames given as images have the rate --video_fps, unless their part of a message names one.
     """
     if media.kind == "image" or options.video is None:
         return None, probe(media, options, notes)

@@ -45,7 +45,7 @@ def to_tile(image: Image.Image, aspect_ratio: str, options: ImageOptions) -> tor
 
 
 def cut_tiles(image: Image.Image, size: Size, pinpoint: Size, side: int, fast: bool = False) -> list[torch.Tensor]:
-    """Cut an anyres image into tiles, (3, S, S) uint8 each: a stretched overview, then tiles row by row on black.
+    """Cut an anyres image into tiles, (3, S, S) uint8 each: a stretched overview, then tiles row by row, padded black.
 
     side: S. Source: LLaVA's process_anyres_image, which resizes by Pillow's default for RGB, bicubic.
     """
@@ -79,7 +79,7 @@ def cut_by(image: Image.Image, cut: Cut, side: int, resample: int) -> torch.Tens
 
 
 def too_narrow(size: Size, resized_to: Size) -> str:
-    """Message for an image that can only be resized with padding."""
+    """Build the message for an image that can only be resized with padding."""
     return (
         f"an image of {size[0]} x {size[1]} would be resized to {resized_to[0]} x {resized_to[1]}: "
         "leave it out, or use --image_aspect_ratio pad"
@@ -109,7 +109,7 @@ def padded(
     side, left, top = geometry.square_padding(*image.size)
     if fast:
         return _by_torch(image, (size, size), ((side, side), (left, top), colour), resample)
-    # Resizing band by band changes no pixel; all rows of padding are equal.
+    # Resizing in bands changes no pixel, because all rows of padding are equal.
     row = Image.new("RGB", (side, 1), colour).resize((size, 1), resample)
     narrow = row.resize((size, side), Image.Resampling.NEAREST)
     for first, last in bands(side, image.height):
@@ -133,7 +133,7 @@ def _planes(image: Image.Image) -> torch.Tensor:
 def _by_torch(
     image: Image.Image, size: Size, ground: tuple[Size, tuple[int, int], tuple[int, int, int]], resample: int
 ) -> torch.Tensor:
-    """Resize an image on a canvas. ground: the canvas size, the position of the image's corner, and the canvas colour.
+    """Resize an image on a canvas. ground: the canvas size, the image's corner on it, and the canvas colour.
 
     A pixel is an int32 of four bytes in Pillow's own memory: copies would take a third of a small image's time.
     """

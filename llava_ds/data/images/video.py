@@ -15,7 +15,7 @@ from llava_ds.videos import Footage, video_frames
 # Containers with embedded frames. Playlists are excluded: they name other files and addresses.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,asf,mpeg,mpegts,m4v,ogg"
 LONGEST_S = 1e6  # longest video, eleven days: a list of more frames could fill the memory
-UNEVEN = 0.05  # relative change of a rate; rounding times to Matroska's milliseconds never causes this much
+UNEVEN = 0.05  # relative change of a rate, more than rounding times to Matroska's milliseconds causes
 NO_RATE = 24.0  # frames a second if a file doesn't give a rate, as in transformers
 _QUARTER_TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 
@@ -79,9 +79,9 @@ def _indices(ref: FileRef, options: ImageOptions) -> list[int]:
 def _count_and_rate(ref: FileRef) -> tuple[int, float]:
     """Read the number of frames and the average frame rate (NO_RATE if unknown), without decoding.
 
-    If the header has no number of frames, packets are counted. Their times then correct a rate in the header that is
-    not the average, as in uneven Matroska videos; torchcodec, transformers' first choice, also computes the rate from
-    times. Raises DataError for a video longer than LONGEST_S.
+    If the header has no number of frames, packets are counted. Their times then correct a header's rate that is not the
+    average, as in uneven Matroska videos; torchcodec, transformers' first choice, also uses the times. Raises DataError
+    for a video longer than LONGEST_S.
     """
     with _opened(ref) as (container, stream):
         count, rate = stream.frames, float(stream.average_rate or stream.base_rate or NO_RATE)

@@ -30,7 +30,7 @@ FORMATS_HELP = (
 OPTIONAL_FIELDS = (*FIELDS_OF_ALL, "input", "history", "margin")  # may appear only in later records
 _IMAGE_KEY = re.compile("image|img|picture|photo|video", re.IGNORECASE)
 _IMAGE_NAME = re.compile("(?:image|img|picture|photo)s?[ _-]?(?:id|name|idx|index|no)s?", re.IGNORECASE)  # not a path
-_OPTION_KEY = re.compile("A|(?:choice|option)_?(?:a|1)", re.IGNORECASE)  # a column of the first choice
+_OPTION_KEY = re.compile("A|(?:choice|option)_?(?:a|1)", re.IGNORECASE)  # column that the preferred form would read
 MIN_BASE64 = 64  # characters: file names never begin like this
 ALPACA_QUESTION = {"instruction", "input"}
 IMAGE_ENDINGS = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
@@ -51,7 +51,7 @@ class Found:
 
 @dataclass(frozen=True)
 class FirstRecords:
-    """The first records of a source: those that are objects, all keys, and the reasons of rejected ones.
+    """The first records of a source: the valid objects, all keys, and reasons for rejected records.
 
     held: keys with images or other files as bytes, and unread columns that name images; has_all_keys: later records
     have no other keys.
@@ -128,7 +128,7 @@ def _unknown(first: FirstRecords, columns: Columns, path: str) -> str:
     if not first.records and first.reasons:
         return f"{path}: none of its first records can be used; the first: {first.reasons[0]}"
     why = next(filter(None, (_wrong_with(record, first.keys, columns) for record in first.records)), None)
-    found = f"the first {why}" if why else "no key of them is known"
+    found = f"the first {why}" if why else "none of their keys is known"
     return (
         f"{path}: its records are of no known format: {found} ({_shown(first.keys)}); known are {FORMATS_HELP}. Name "
         "the fields with --data_columns"
@@ -136,7 +136,7 @@ def _unknown(first: FirstRecords, columns: Columns, path: str) -> str:
 
 
 def _wrong_with(record: dict, keys: list[str], columns: Columns) -> str | None:
-    """Describe the problem with the values of a record of unknown format. keys: of all records and columns."""
+    """Describe the problem with a record of unknown format. keys: of all records and columns."""
     for fields in (("turns",), ("texts",)):
         for _, name in present(record, columns, fields):
             try:
@@ -154,14 +154,14 @@ def _wrong_with(record: dict, keys: list[str], columns: Columns) -> str | None:
         return f"has {half} under {name!r} and no {other}: name it with --data_columns {other}={example}{caption}"
     named = _likely_columns(record, keys, columns)
     if named:
-        return f"has names that are not read: give --data_columns {','.join(named)}, if they hold those fields"
+        return f"has keys that are not read: give --data_columns {','.join(named)}, if they are those fields"
     texts = present(record, columns, ("text",))
     if texts and isinstance(record[texts[0][1]], str):
         return f"has a text under {texts[0][1]!r} and no image under {either(columns.image)}, as a caption has"
     if texts:
         return f"has {short(record[texts[0][1]])} under {texts[0][1]!r}, expected a caption"
     if _has_media(record, columns):
-        return "has an image, and a text under no key that is known"
+        return "has an image, but its text is under no known key"
     return None
 
 
@@ -187,7 +187,7 @@ def _begins_with_turn(value: object, name: str) -> bool:
 
 
 def _refuse_no_preferences(first: FirstRecords, columns: Columns, options: SourceOptions, path: str) -> None:
-    """Raise ConfigError if none of the first records has two answers, or one with a label where it is read."""
+    """Raise ConfigError if no record among the first has two answers, or one with a label where labels are read."""
     if options.are_labelled and any(key in record for record in first.records for key in GOOD_ANSWER_KEYS):
         return
     labelled = ", or an answer with a label" if options.are_labelled else ""
@@ -260,8 +260,8 @@ def _refuse_unread_images(first: FirstRecords, columns: Columns, path: str) -> N
         if all(map(_IMAGE_NAME.fullmatch, unread)):
             how = "write the paths of the images themselves under 'image'"
         raise ConfigError(
-            f"{path}: its records have no image under {either(columns.image)}, but something like one under {some}: "
-            f"{how}; --on_unmarked_image text learns the text alone"
+            f"{path}: its records have no image under {either(columns.image)}, but probably one under {some}: {how}; "
+            "--on_unmarked_image text learns the text alone"
         )
 
 
@@ -280,7 +280,7 @@ def names_image(key: str, value: object) -> bool:
 
 
 def metadata_columns(columns: Columns, keys: Iterable[str], options: SourceOptions) -> Columns:
-    """Columns of a folder of images under datasets' names: file_name, file_names and names with these endings."""
+    """Columns in a folder of images named as in datasets: file_name, file_names, and names with these endings."""
     named = {field for field, _ in options.columns}
     files = [key for key in keys if key.endswith(("file_name", "file_names"))]
     videos = tuple(key for key in files if key.startswith("video"))
@@ -362,5 +362,5 @@ def _shown(keys: Iterable[str]) -> str:
 
 
 def folder_of(path: str | None) -> str | None:
-    """The real path of a folder; None for None."""
+    """Return the real path of a folder; None for None."""
     return None if path is None else real_path(local_path(path))

@@ -19,7 +19,7 @@ from llava_ds.data.file_slices import write_errors
 from llava_ds.data.sources.options import Columns
 from llava_ds.data.sources.turn_lists import as_turns, is_turn_list, loose_turns
 
-REFERENCE = "llava_ds_file"  # key of a reference: a file, offset and num_bytes
+REFERENCE = "llava_ds_file"  # key of a reference: its value has a file, offset and num_bytes
 REJECTED = "llava_ds_rejected"  # key of the object that replaces a record rejected by its reader: the reason
 IMAGES, RECORDS = "pictures.bin", "records.jsonl"
 PART_KEYS = ("image", "image_url", "path", "url", "video", "video_url")
@@ -50,7 +50,7 @@ def embed(record: dict, columns: Columns, convert: Callable[[object], object]) -
         for turn in value if isinstance(value, list) else [value]:
             if isinstance(turn, dict):
                 if "type" in turn:
-                    _embed_parts([turn], convert)  # a part itself
+                    _embed_parts([turn], convert)  # the value is a part itself
                 for parts in turn.values():
                     if isinstance(parts, list):
                         _embed_parts(parts, convert)
@@ -128,7 +128,7 @@ def spooled(folder: str, rows: Callable[[ImageStore], Iterator[Row]]) -> Iterato
         with write_errors(final, "the images inside the data"), cache_scratch(final) as scratch:
             _spool(scratch, final, rows)
             if not put_in_place(scratch, final) and not _is_whole(final):
-                for name in (IMAGES, RECORDS):  # part of it was deleted
+                for name in (IMAGES, RECORDS):  # some files of it were deleted
                     os.replace(scratch / name, final / name)
     with open(final / RECORDS, "rb") as records:
         for row in records:

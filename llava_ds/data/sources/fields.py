@@ -29,7 +29,7 @@ _VIDEO_ENDINGS = tuple(f".{suffix}" for suffix in VIDEO_SUFFIXES)
 
 
 def to_media(mark: Mark, source: Source) -> Media:
-    """Resolve the media of a mark with a value. Raises DataError if a file is missing."""
+    """Resolve the files of a mark's image or video. Raises DataError if a file is missing."""
     kind, value, settings = mark.kind, mark.value, mark.settings
     if isinstance(value, dict):
         value, own = read_file(value, kind)
@@ -61,8 +61,8 @@ def _file(value: object, source: Source, what: str) -> FileRef:
 def find_file(name: str, root: str | None, what: str = "image", flag: str = "--image_folder") -> str:
     """Resolve the real path of a file named by a record.
 
-    root: real path of the folder that name is relative to; the resolved file must be inside. Makes one system call if
-    the folder is known, and none for an object; opens nothing. Raises DataError with the reason.
+    root: real path of the folder that name is relative to and must not leave. Makes one system call if the folder is
+    known, none for an object; opens nothing. Raises DataError with the reason.
     """
     folder_name = flag.removeprefix("--").replace("_", " ")
     if root is not None and is_remote(root):
@@ -91,7 +91,7 @@ def find_file(name: str, root: str | None, what: str = "image", flag: str = "--i
             path = path if _folder_inside(os.path.dirname(path), root) is not None else None
             mode = None if path is None else os.stat(path).st_mode
     except ValueError as error:
-        raise DataError(f"names the {what} {short(name)}, not a possible name of a file: {error}") from error
+        raise DataError(f"names the {what} {short(name)}, not a valid file name: {error}") from error
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise FileProblem(f"names the {what} {short(name)}, but no file exists at {short(path)}") from error
@@ -111,7 +111,7 @@ def _find_object(name: str, root: str, what: str, folder_name: str) -> str:
             raise ValueError("it is empty" if not name else f"it is longer than {MAX_PATH_BYTES} bytes")
         url = inside(root, name)
     except ValueError as error:
-        raise DataError(f"names the {what} {short(name)}, not a possible name of a file: {error}") from error
+        raise DataError(f"names the {what} {short(name)}, not a valid file name: {error}") from error
     if url is None:
         raise FileProblem(f"names the {what} {short(name)}, outside the {folder_name} {root}")
     return url
@@ -125,8 +125,7 @@ def _folder_inside(folder: str, root: str) -> str | None:
 
 
 def _slice(value: dict, source: Source) -> FileRef:
-    """Resolve a reference to a slice. References to another source's file, or past a file's end, are refused as
-    forgeries."""
+    """Resolve a reference to a slice. Refuses, as forged, references to another source's file or past a file's end."""
     path, offset, num_bytes = (value.get(key) for key in (REFERENCE, "offset", "num_bytes"))
     if isinstance(path, str) and path in source.slices_of and type(offset) is int and type(num_bytes) is int:
         try:
@@ -141,7 +140,7 @@ def _slice(value: dict, source: Source) -> FileRef:
 
 
 def listed(record: dict, names: tuple[str, ...]) -> list:
-    """The list of images that a record names."""
+    """List the images that a record names."""
     name, value = field_of(record, names)
     if value is None or value == "":
         return []
@@ -152,7 +151,7 @@ def listed(record: dict, names: tuple[str, ...]) -> list:
 
 
 def videos(record: dict, names: tuple[str, ...]) -> list:
-    """The list of videos, each a file or a list of frames. A list of image paths is one video."""
+    """List the videos, each a file or a list of frames. A list of image paths is one video."""
     name, value = field_of(record, names)
     if value is None or value == "" or value == []:
         return []
@@ -179,7 +178,7 @@ def _is_video(value: str | dict) -> bool:
 
 
 def field_of(record: dict, names: tuple[str, ...]) -> tuple[str, object]:
-    """Name and value of a field that may have several names. The value is None if it is absent or null."""
+    """Return the name and value of a field with several possible names. The value is None if absent or null."""
     found, value = names[0], None
     for name in names:
         each = record.get(name)
@@ -222,7 +221,7 @@ def checked_text(value: object, problem: Callable[[], str]) -> str:
 
 
 def is_text(value: object) -> bool:
-    """True for a text without lone surrogates (no tokenizer accepts them)."""
+    """True if the text has no lone surrogates (tokenizers reject them)."""
     if not isinstance(value, str):
         return False
     try:

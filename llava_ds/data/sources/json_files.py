@@ -12,12 +12,12 @@ from llava_ds.files.places import open_data
 WINDOW_BYTES = 1 << 20
 MAX_RECORD_CHARS = 32 << 20
 
-# Only finds the end of a record: numbers stay text, so that none is too large.
+# Only finds the end of a record: numbers stay text, because Python limits their digits.
 _DECODER = json.JSONDecoder(parse_int=str, parse_float=str)
 _SPACE = re.compile(r"[ \t\n\r]*")
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}"]', re.DOTALL)
 _DATA_URI = b'"data:image'
-_CUT_CHARS = 16  # a window may end inside an escape, a number or `false`: nothing this close to its end is certain
+_CUT_CHARS = 16  # a window may end inside an escape, a number or `false`: results this close to its end are uncertain
 
 
 class _Window:
@@ -36,7 +36,7 @@ class _Window:
         self.more()
 
     def more(self) -> bool:
-        """Drop processed text and read at least as much as remains. False at the end of the file."""
+        """Drop the processed text and read at least as much as remains. Returns False at the end of the file."""
         left = len(self.text) - self.at
         if left > MAX_RECORD_CHARS:
             raise self.error(f"a record is longer than {MAX_RECORD_CHARS >> 20} million characters", self.at)
@@ -99,7 +99,7 @@ def read_json_list(path: str, window_bytes: int = WINDOW_BYTES) -> Iterator[tupl
                     break
                 window.next_char()
         if window.next_char():
-            raise window.error("can't be read as JSON: there is something after the list", window.at)
+            raise window.error("can't be read as JSON: the list is followed by something else", window.at)
 
 
 def read_jsonl(path: str) -> Iterator[tuple[int, str]]:

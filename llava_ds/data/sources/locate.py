@@ -41,7 +41,7 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class Located:
-    """The files of a source. kind: of reader; note: about the choice of files, for a person, or ""."""
+    """The files of a source. kind: of reader; note: a remark to print about the choice of files, or ""."""
 
     kind: str
     files: tuple[str, ...]
@@ -141,7 +141,7 @@ def _folder(path: str, split: str | None) -> Located:
     texts = [file for file in found if file.lower().endswith(_TEXTS) and os.path.basename(file) not in _NO_DATA]
     if not texts:
         some = [os.path.basename(name) for name in names_in(path)[:5]]
-        raise ConfigError(f"{path} holds nothing to read ({', '.join(some) or 'it is empty'}); expected {_EXPECTED}")
+        raise ConfigError(f"{path} has nothing to read ({', '.join(some) or 'it is empty'}); expected {_EXPECTED}")
     chosen = choose_files(path, texts, split)
     return Located(_one_kind(path, chosen.files), chosen.files, chosen.note)
 
@@ -175,7 +175,7 @@ def _image_folder(path: str, metadata: list[str], split: str | None) -> Located:
     folders = {os.path.dirname(file) for file in chosen.files}
     if len(folders) > 1:
         some = " and ".join(sorted(folders)[:4])
-        raise ConfigError(f"{path} holds several folders with metadata ({some}): list them in a YAML mixture")
+        raise ConfigError(f"{path} has several folders with metadata ({some}): list them in a YAML mixture")
     if len(chosen.files) > 1:
         names = ", ".join(map(os.path.basename, chosen.files))
         raise ConfigError(f"{folders.pop()} holds {names}: leave one of them there")
@@ -222,10 +222,10 @@ def _kind_of_file(path: str) -> str:
     if first_value(path)[1] == "{":
         return "jsonl"
     key = _FIRST_KEY.match(start)
-    found = f" of the key {short(key[1].decode('utf-8', 'replace'))}" if key else ""
+    found = f"of key {short(key[1].decode('utf-8', 'replace'))}" if key else ""
     raise DataError(
         f"{path} holds one object, expected a JSON list of records like "
         '{"id": "1", "image": "a.jpg", "conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, '
         '{"from": "gpt", "value": "A cat."}]}, or JSONL. '
-        f"It begins with the value{found}: write the list of its records into a file of its own"
+        f"It begins with the value{found}: write the list of its records into a separate file"
     )

@@ -41,8 +41,8 @@ DETAIL, INDEX = "detail", "index"
 class Mark(NamedTuple):
     """An <image> or <video> mark of a text, or a part of a message.
 
-    value: its image or video, None for the record's next one; settings: as in Media; index: index (from 0) of the
-    record's image or video, as in Hugging Face's H4 data sets, None for the next one.
+    value: its image or video, None for the record's next one; settings: as in Media; index: position (from 0) among the
+    record's images or videos, as in Hugging Face's H4 data sets, None for the next one.
     """
 
     kind: str
@@ -98,7 +98,7 @@ def joined(one: Settings, other: Settings, where: str) -> Settings:
     both = dict(one)
     for name, value in other:
         if both.setdefault(name, value) != value:
-            raise DataError(f"says two values for {name!r} of {where}, {both[name]:g} and {value:g}: leave one out")
+            raise DataError(f"gives two values for {name!r} of {where}, {both[name]:g} and {value:g}: leave one out")
     return tuple(sorted(both.items()))
 
 
@@ -114,12 +114,12 @@ def _read(given: dict, kind: str, where: str, beside: tuple[str, ...] = ()) -> t
     files = {name: given[name] for name in FILES[kind] if name in given}
     if len(files) > 1:
         raise DataError(
-            f"{where} with {' and '.join(map(repr, files))}: it can be one {kind} alone, leave the others out"
+            f"{where} with {' and '.join(map(repr, files))}: it can be only one {kind}, leave the others out"
         )
     if given.get(DETAIL, "auto") != "auto":
         raise DataError(
-            f"{where} with {DETAIL!r} {short(given[DETAIL])}: this gives no definite size, leave it out "
-            "(where the model takes images of any size, 'min_pixels' and 'max_pixels' bound it)"
+            f"{where} with {DETAIL!r} {short(given[DETAIL])}: this does not define a size, leave it out (where the "
+            "model takes images of any size, 'min_pixels' and 'max_pixels' bound it)"
         )
     found = [(settings[name], _number(name, value, where)) for name, value in given.items() if name in settings]
     merged: Settings = ()

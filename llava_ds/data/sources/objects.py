@@ -23,8 +23,8 @@ def objects_of(
 ) -> tuple[tuple[str, ...], tuple[Box, ...]]:
     """Return the names and boxes for the marks of a conversation, in order.
 
-    num_images: number of images in the record; bbox_type: default for records without one. If the text has no mark, the
-    field may be anything. Raises DataError with the reason if they don't fit.
+    num_images: number of images in the record; bbox_type: default for records without one. Without marks in the text,
+    the field may have any value. Raises DataError with the reason if they don't fit.
     """
     found = [match.groups() for message in messages for match in MARKS.finditer(message.text)]
     wanted = Counter(mark for backslashes, mark in found if len(backslashes) % 2 == 0)
@@ -82,13 +82,13 @@ def _images(objects: dict, num_boxes: int, num_images: int) -> list[int]:
     images = _list(objects, "image_id") or [0] * num_boxes
     if num_images > 1 and not objects.get("image_id") and num_boxes:
         raise DataError(
-            f"shows {num_images} images, and does not say which one its boxes are on: list each box's image, from 0, "
+            f"has {num_images} images, and does not say which one its boxes are on: list each box's image, from 0, "
             f"under 'image_id' of {OBJECTS!r}"
         )
     if len(images) != num_boxes or not all(type(image) is int and 0 <= image < num_images for image in images):
         raise DataError(
-            f"has {short(images)} under 'image_id' of {OBJECTS!r}, expected for each of its {num_boxes} boxes one of "
-            f"its {num_images} images, from 0"
+            f"has {short(images)} under 'image_id' of {OBJECTS!r}, expected an image index from 0 to {num_images - 1} "
+            f"for each of its {num_boxes} boxes"
         )
     return images
 

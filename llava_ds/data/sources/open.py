@@ -29,9 +29,9 @@ from llava_ds.files.places import exists, is_file, join, open_data
 from llava_ds.files.reading import state_of
 from llava_ds.files.urls import is_remote, local_path, real_path
 
-MAX_SHOWN = 5  # problems listed in one message; the others are counted
+MAX_SHOWN = 5  # number of problems listed in one message; the others are counted
 MAX_MIXTURE_BYTES = 64 << 20
-SPOOL_VERSION = 3  # raise it if the same files would be spooled differently
+SPOOL_VERSION = 3  # raise it if the spool of the same files would change
 MIXTURE_SUFFIXES = (".yaml", ".yml")
 ENTRY_KEYS = (
     "path",
@@ -139,7 +139,7 @@ def _keys(text: str) -> list[str]:
 
 
 def _spool_name(source: Source) -> str:
-    """Name that changes with the columns, the files' states and some of their blocks."""
+    """Name that changes with the columns, and with the files' states and sampled blocks."""
     if source.kind not in (*SPOOLED_KINDS, "json", "jsonl"):
         return "none"
     more = ("other columns",) if source.other_columns else ()

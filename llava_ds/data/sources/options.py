@@ -22,12 +22,12 @@ WEIGHT_KEYS = ("weight", "loss", "loss_scale", "train", "training", "trainable",
 RECORD_WEIGHT_KEYS = (*WEIGHT_KEYS, "weights", "loss_weights", "loss_scales", "loss_masks")
 ANY_RECORD_WEIGHT = frozenset(RECORD_WEIGHT_KEYS)
 
-# Keys of a record that are false if its answer is a bad one (KTO, in ms-swift, TRL and LLaMA-Factory), and ms-swift's
-# images of a rejected answer.
+# Keys that are false in a record with a bad answer (KTO, in ms-swift, TRL and LLaMA-Factory), and ms-swift's key of a
+# rejected answer's images.
 GOOD_ANSWER_KEYS = ("label", "kto_tag")
 REJECTED_IMAGES = "rejected_images"
 
-QUESTIONS = ("prompt", "query", "question", "instruction", "input")  # question fields; input follows another field
+QUESTIONS = ("prompt", "query", "question", "instruction", "input")  # question fields; input extends another field
 ANSWERS = ("completion", "response", "answer", "output")  # fields of the answer
 PAIRS = ("chosen", "rejected", "margin")
 FIELDS = (
@@ -41,8 +41,8 @@ class SourceOptions:
     """Options for reading --data_path.
 
     columns: (field, name in the records) pairs; split: of a folder with several; are_preferences: every record has two
-    answers; other_columns: samples keep the values that are not read (Sample.other_columns); are_labelled: or records
-    have one answer with a label, true for a good one.
+    answers; other_columns: keep values that are not read (Sample.other_columns); are_labelled: records may instead have
+    one answer with a label, true for a good one.
     """
 
     data_format: str = "auto"
@@ -62,8 +62,8 @@ class SourceOptions:
 class RawRecord:
     """One unparsed record as JSON text, and its location.
 
-    line: where it starts in the file, from 1 (the row of a table, the member of a tar); index: its index in the source,
-    from 0, the same for every repetition by a weight.
+    line: its first line in the file, from 1 (the row of a table, the member of a tar); index: its index in the source,
+    from 0, the same for all repetitions by a weight.
     """
 
     file: str
@@ -100,8 +100,7 @@ class Columns:
 
     @classmethod
     def of(cls, columns: tuple[tuple[str, str], ...]) -> "Columns":
-        """Use the usual names, except for fields that the user named. A column named for one field is not used for
-        others.
+        """Use the usual names, except for fields that the user named; a column named for a field serves no other.
 
         Naming one question (or answer) field disables the other question (or answer) fields; instruction and input go
         together.

@@ -39,7 +39,7 @@ def as_conversations(record: dict, source: Source) -> tuple[dict, dict]:
         raise DataError(f"has {REJECTED_IMAGES!r}: pairs whose answers have images of their own are not supported")
     question, answers = _question_and_answers(record, columns)
     if question is None or all(len(messages) > 1 for messages in answers):
-        # Both are whole conversations that differ from the last answer on.
+        # The chosen and the rejected field are whole conversations that differ from the last answer on.
         pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*answers))
         shared = [message for message, _ in pairs]
         if question is None or (shared and _text_of(shared[-1]) == _text_of(question[-1])):
@@ -68,7 +68,7 @@ def _question_and_answers(record: dict, columns: Columns) -> tuple[list | None, 
     if rejected in (None, "", []):
         raise DataError(f"has no answer under {rejected_name!r} ({keys_of(record)}); a preference has both")
     rejected = _messages(rejected, rejected_name)
-    if chosen is None and question and _role_of(question[-1]) in MODEL_ROLES:  # ms-swift: the conversation holds it
+    if chosen is None and question and _role_of(question[-1]) in MODEL_ROLES:  # ms-swift: the conversation contains it
         return (question[:-1], [question[-1:], rejected]) if len(rejected) == 1 else (None, [question, rejected])
     if chosen in (None, "", []):
         raise DataError(f"has no answer under {chosen_name!r} ({keys_of(record)}); a preference has both")
@@ -85,7 +85,7 @@ def pair_problem(record: dict, columns: Columns) -> str | None:
     instead = f", or name it with --data_columns answer={name} (conversations={name}, if it has the question)"
     return (
         f"has {short(record[name])} under {name!r}, part of a pair of answers ({_learned_by()} those); here it would "
-        "not be learned as an answer: put it at the end of the conversation" + (instead if names else "")
+        "not be learned as an answer: append it to the conversation" + (instead if names else "")
     )
 
 
@@ -96,7 +96,7 @@ def _learned_by() -> str:
 
 
 def margin_of(record: dict, columns: Columns) -> float:
-    """How much better the chosen answer is, from TRL's column; 0 if missing. Raises DataError."""
+    """Return the chosen answer's margin from TRL's column, 0 if missing. Raises DataError."""
     name, margin = field_of(_unpacked(record), columns.margin)
     if margin is None:
         return 0.0
@@ -139,13 +139,13 @@ def _unpacked(record: dict) -> dict:
 
 
 def _question(record: dict, columns: Columns) -> list | None:
-    """Return the messages before the answers; None if the record has no field for them."""
+    """Return the messages before the answers; None if no field has them."""
     turns_name, turns = field_of(record, columns.turns)
     asked = question_of(record, columns)
     if turns is None:
         return None if asked is None else [*asked[0], *asked[1]]
     if asked is not None and _text_of(asked[1][-1]) in map(_text_of, as_turns(turns, turns_name)):
-        return [*asked[0], *asked[1]]  # the same question again, as in UltraFeedback
+        return [*asked[0], *asked[1]]  # the question again, as in UltraFeedback
     if asked is not None:
         names = [name for _, name in present(record, columns, QUESTIONS)]
         raise DataError(f"has both {turns_name!r} and {names[0]!r}: give the question once")

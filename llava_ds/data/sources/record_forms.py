@@ -17,12 +17,12 @@ from llava_ds.data.sources.turn_lists import as_turns, is_turn, is_turn_list, lo
 Turns = list[dict[str, Any]]
 
 ANSWER_KEYS = ("answer", "text", "ground_truth")  # keys of an answer that is an object: VQAv2, SQuAD and verl
-CHOICE_KEYS = ("choices", "options")  # lists to which a number or letter as answer may refer
+CHOICE_KEYS = ("choices", "options")  # lists that an answer's number or letter may refer to
 SAID_BY_HUMAN, SAID_BY_MODEL = "human", "gpt"
 
 
 def as_conversation(record: dict, columns: Columns) -> dict:
-    """Convert a record to one with a list of turns under the first name of turns, replacing the fields it is made from.
+    """Convert a record to one with a list of turns, under the first name for turns, in place of the original fields.
 
     Raises DataError with the reason.
     """
@@ -77,7 +77,7 @@ FORM_FIELDS = {
 }
 FIELDS_OF_ALL = ("id", "image", "video", "system")
 WITHOUT_TURNS = ("texts", "question_answer")  # forms whose fields become the turns
-UNMARKED_FORMS = ("texts",)  # never have marks, like captions: images are shown first, whatever the flag
+UNMARKED_FORMS = ("texts",)  # forms without marks, like captions: images are shown first, whatever the flag
 
 
 def names_of(columns: Columns, fields: tuple[str, ...]) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ def names_of(columns: Columns, fields: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def present(record: dict, columns: Columns, fields: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Pairs of a field and the name under which the record has a value for it."""
+    """Pairs (field, its name in the record), for fields that have a value."""
     found = [(field, name) for field in fields for name in getattr(columns, field)]
     return [(field, name) for field, name in found if record.get(name) is not None]
 
@@ -135,7 +135,7 @@ def accepted_answers(value: object, name: str) -> list[str]:
     """Collect all answers under a name: a text or a number, an object with an answer, or a list of these. Raises
     DataError."""
     if isinstance(value, str) and name.endswith("s") and value.lstrip().startswith("["):
-        value = as_answer_list(value, name)  # CSV has lists as texts
+        value = as_answer_list(value, name)  # CSV has lists as text
     if isinstance(value, dict):
         key = next((key for key in ANSWER_KEYS if value.get(key) is not None), None)
         if key is None:
@@ -154,7 +154,7 @@ def as_answer_list(text: str, name: str) -> list:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"has a text under {name!r} that is no JSON list: {error} ({short(text)})") from None
+        raise DataError(f"has a text under {name!r} that is not a JSON list: {error} ({short(text)})") from None
     return found if isinstance(found, list) else [text]
 
 

@@ -70,14 +70,14 @@ def to_sample(text: str, source: Source, index: int) -> Sample:
     if not isinstance(record, dict):
         raise DataError(f"is a {type(record).__name__}, expected an object with {source.columns.turns[0]!r}")
     if REJECTED in record:
-        raise DataError(str(record[REJECTED]) if isinstance(record[REJECTED], str) else "was not written by a reader")
+        raise DataError(str(record[REJECTED]) if isinstance(record[REJECTED], str) else "has keys reserved for readers")
     if source.format != "preference":
         return _sample(record, source, index)
     if has_label(record, source.columns):
         return replace(_sample(record, source, index), margin=label_of(record, source.columns))
     chosen, rejected = (_sample(each, source, index) for each in as_conversations(record, source))
     if chosen.messages == rejected.messages:
-        raise DataError("its chosen and rejected answers are the same: there is nothing to prefer")
+        raise DataError("its chosen and rejected answers are the same")
     return replace(chosen, rejected=rejected.messages, margin=margin_of(record, source.columns))
 
 
@@ -172,7 +172,7 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
         if message.role == "system" and messages:
             raise DataError(f"turn {i} is from 'system': expected that once, at the beginning")
         if message.role == "tool" and not any(message.role == "gpt" for message in messages):
-            raise DataError(f"turn {i} is the result of a tool, and no answer is before it that could have called it")
+            raise DataError(f"turn {i} is the result of a tool, but no answer before it calls one")
         if message.tool_calls and messages and messages[-1].role == "gpt" and is_call(turns[i]):
             _add_calls(messages[-1], message, i)
         else:
@@ -194,7 +194,7 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
 def _add_calls(answer: Message, message: Message, i: int) -> None:
     """Add the calls of turn i to the answer before it."""
     if message.thought is not None or message.weight != answer.weight:
-        raise DataError(f"turn {i} belongs to the answer before it, and has another weight or a thought of its own")
+        raise DataError(f"turn {i} continues the answer before it, but has another weight or its own thought")
     answer.tool_calls = join_calls(answer.tool_calls, message.tool_calls)
 
 
@@ -250,7 +250,7 @@ def _prepend_marks(messages: list[Message], marks: list[Mark], named: dict[str, 
             shown = line.join([IMAGE_TOKEN] * len(marks))
             messages[i] = message.with_text(f"{shown}{line}{message.text}" if message.text else shown)
             return
-    raise DataError("has images, but no question that could show them")
+    raise DataError("has images, but no question to show them in")
 
 
 def _matched(marks: list[Mark], named: dict[str, list], source: Source) -> Iterator[Mark]:

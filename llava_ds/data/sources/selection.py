@@ -25,7 +25,7 @@ class Selection:
     """A sampling strategy, and a weight that repeats its records.
 
     strategy: all, first, end or random; number: of records; share: of records (rounded up), as in LLaVA-NeXT; weight: 2
-    takes everything twice, 1/2 a random half (rounded up), 5/2 everything twice and a random half once more.
+    takes every record twice, 1/2 a random half (rounded up), 5/2 every record twice and a random half once more.
     """
 
     strategy: str = "all"
@@ -84,8 +84,8 @@ class Selection:
 
 
 def _random(items: Iterable[T], num_items: int, num_wanted: int, seed: str) -> Iterator[T]:
-    """Choose num_wanted items in order, every subset equally likely. Source: Knuth's algorithm S."""
-    generator = random.Random(seed)  # a text as seed gives the same in every process
+    """Choose num_wanted items in order; every subset is equally likely. Source: Knuth's algorithm S."""
+    generator = random.Random(seed)  # a text as seed: the same draws in every process
     for left, item in zip(range(num_items, 0, -1), items):
         if generator.random() * left < num_wanted:
             num_wanted -= 1

@@ -40,8 +40,8 @@ class Source:
 
     files: all files whose contents count; spool: folder for embedded images; slices_of: spools and tars that references
     in records may name; seen: (field, name) pairs in the first records; bbox_type: coordinates of boxes, for records
-    without one; note: on the choice of files, for a person; other_columns: as in SourceOptions; unread_columns: table
-    columns omitted from its records.
+    without one; note: a remark to print on the choice of files; other_columns: as in SourceOptions; unread_columns:
+    table columns omitted from its records.
     """
 
     path: str
@@ -183,7 +183,7 @@ def short_names(paths: list[str]) -> list[str]:
         names = ["/".join(part[-depth:]) for part in parts] if depth else stems
         if len(set(names)) == len(names):
             return names
-    # The same file several times, for different parts.
+    # the same file may occur several times, for different parts
     return [f"{path} ({paths[: i + 1].count(path)})" if paths.count(path) > 1 else path for i, path in enumerate(paths)]
 
 

@@ -15,7 +15,7 @@ from llava_ds.files.places import is_file, join, open_data, relative_to
 
 TRAIN = "train"
 MAX_README_BYTES = 4 << 20
-# Names of splits that datasets has no keyword for, and common prefixes and suffixes of its keywords.
+# Names of splits for which datasets has no keyword, and common prefixes and suffixes of keywords.
 HELD_OUT = ("holdout", "heldout", "validate", "benchmark")
 AFFIXES = (
     "", "a", "b", "c", "mini", "small", "tiny", "full", "set", "split", "std", "public", "private", "hard", "all",
@@ -172,7 +172,7 @@ def _split_word(stem: str) -> str | None:
 
 
 def _name_others(names: list[str], splits: list[str | None]) -> list[str]:
-    """Replace None in splits by the name of a file or folder that no file of a known split shares."""
+    """Name the splits that are None after a file or folder that no file of a known split shares."""
     taken = {_own_name(part) for name, split in zip(names, splits) if split is not None for part in name.split("/")}
     parts = [[_own_name(part) for part in reversed(name.split("/"))] for name in names]
     return [split or next((part for part in each if part not in taken), each[0]) for split, each in zip(splits, parts)]
@@ -193,7 +193,7 @@ def _grouped(names: list[str], splits: list[str]) -> dict[str, list[str]]:
 
 
 def _configs(folder: str) -> dict[str, dict] | None:
-    """Read a hub clone's configs from README.md, by name and with the default one first; None without any."""
+    """Read the configs of a hub clone from README.md, by name, the default one first; None without any."""
     path = join(folder, "README.md")
     if not is_file(path):
         return None
@@ -251,14 +251,14 @@ def _files_of_config(config: dict, names: list[str]) -> dict[str, list[str]]:
 
 
 def _which_config(folder: str, names: list[str], found: dict[str, dict[str, list[str]]]) -> str:
-    """Message asking the user to name the files of one config."""
+    """Build the error message for several configs without a default."""
     shown = ", ".join(map(repr, [*found][:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
     first = next(iter(found))
     part = next(iter(found[first].values()))
     example = join(folder, _pattern_for(part, names) or part[0])
     return (
-        f"{folder}: README.md has the configs {shown}, and none is the default (load_dataset would need a name): name "
-        f"the files of one by a pattern, like {example} for {first!r}, or of several by a wider pattern or a mixture"
+        f"{folder}: README.md has the configs {shown}, and none is the default: name the files of one by a pattern, "
+        f"like {example} for {first!r}, or of several by a wider pattern or a mixture"
     )
 
 
@@ -277,7 +277,7 @@ def _regex(pattern: str) -> str:
 
 
 def _pattern_for(part: list[str], names: list[str]) -> str | None:
-    """A pattern that matches exactly these files; None if no simple one does."""
+    """Return a pattern that matches exactly these files; None if no simple one does."""
     ending = os.path.splitext(part[0])[1]
     stems = [_no_ending(name) for name in part]
     bases = [os.path.basename(stem) for stem in stems]

@@ -35,7 +35,7 @@ BATCH_ROWS = 32  # rows with images of some 100 kB each: a few MB at a time
 READ_BYTES = 1 << 20
 MAX_HEADER_CHARS = 1 << 20  # longest line of a CSV's column names
 
-_TOO_MANY_CELLS = "has {} cells, and the header names {}: a text with the separator in it has to be in quotes"
+_TOO_MANY_CELLS = "has {} cells, but the header has {}: put texts that contain the separator in quotes"
 
 
 def parquet_columns(path: str) -> list[str]:
@@ -206,7 +206,7 @@ def _open_csv(path: str) -> Iterator[tuple[list[str], Iterator[list[str]]]]:
             raise DataError(f"{path} is empty, expected a line with the names of columns")
         twice = [name for name in names if names.count(name) > 1]
         if twice:
-            raise DataError(f"{path} has the column {twice[0]!r} twice: give each column a name of its own")
+            raise DataError(f"{path} has the column {twice[0]!r} twice: give every column a different name")
         yield names, csv.reader(file, delimiter=separator)
 
 
@@ -231,7 +231,7 @@ def _open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
 
 
 def read_columns(names: Sequence[str], columns: Columns) -> list[str]:
-    """Columns of a table that are read into its records."""
+    """Columns to read from a table."""
     refused = (*GOOD_ANSWER_KEYS, REJECTED_IMAGES, *Columns().chosen)
     known = {*columns.all(), *RECORD_WEIGHT_KEYS, "kind", OBJECTS, TEMPLATE_KWARGS, TOOLS, *refused}
     known |= {key for fields in record_fields().values() for key in (*fields.names, *fields.columns)}
@@ -239,7 +239,7 @@ def read_columns(names: Sequence[str], columns: Columns) -> list[str]:
 
 
 def columns_to_read(schema: pyarrow.Schema, columns: Columns, others: bool) -> list[str]:
-    """Columns of a table that are read into its records. others: as in read_parquet."""
+    """Columns to read from a table. others: as in read_parquet."""
     read = read_columns(schema.names, columns)
     if not others:
         return read
@@ -269,4 +269,4 @@ def _without_nulls(value: object) -> object:
 def _plain(value: object) -> str:
     if isinstance(value, (datetime.date, datetime.datetime)):
         return value.isoformat()
-    return f"<{type(value).__name__}>"  # binary outside an image field, decimals: not used in training
+    return f"<{type(value).__name__}>"  # binary outside an image field, and decimals: not used in training

@@ -21,7 +21,7 @@ MAX_TEXT_BYTES = 32 << 20
 
 TEXT_SUFFIXES = ("json", "txt")
 CLASS_SUFFIX = "cls"
-NO_CAPTIONS = (*QUESTIONS, "system", "history")  # fields from which a record's only text can't be learned
+NO_CAPTIONS = (*QUESTIONS, "system", "history")  # fields whose text alone is not a record to learn
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2", "avif", "jfif")
 VIDEO_SUFFIXES = ("mp4", "avi", "mkv", "mov", "webm", "m4v", "mpg", "mpeg", "flv", "wmv", "ts")
 MEDIA_SUFFIXES = frozenset((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
@@ -142,7 +142,7 @@ def _field_in(stem: str, key: str, columns: Columns) -> str:
 
 
 def shard_contents(path: str) -> Iterator[bytes]:
-    """Yield the contents covered by a shard's hash: names, sizes and texts of members, but no pixels."""
+    """Yield the contents that a shard's hash covers: names, sizes and texts of members, but no pixels."""
     with open_data(path) as file:
         for member in read_members(file, path):
             yield json.dumps([member.name, member.num_bytes]).encode()
@@ -168,9 +168,7 @@ def _as_text(key: str, group: list[Member], columns: Columns, file: BinaryIO, pa
         record.setdefault(columns.id[0], key)
         for member in group:
             if member.suffix not in TEXT_SUFFIXES and member.suffix not in MEDIA_SUFFIXES:
-                record[f".{member.suffix}"] = (
-                    True  # no member of a JSON is called so: named with the keys that are not read
-                )
+                record[f".{member.suffix}"] = True  # no member of a JSON has this name: its keys are listed as not read
         videos = [member for member in media if member.suffix in VIDEO_SUFFIXES]
         resolve = _resolver(key, group, path)
         images = [member for member in media if member not in videos] if videos else media
@@ -213,7 +211,7 @@ def _record_of(key: str, texts: list[Member], columns: Columns, file: BinaryIO) 
 
 
 def _add_caption(record: dict, caption: str, columns: Columns) -> None:
-    """Add the text of a .txt member to a record. If it differs from another caption, the user must name one."""
+    """Add the text of a .txt member to a record. Raises DataError if it differs from the JSON's caption."""
     if "txt" in columns.text:
         record["txt"] = caption
         return
@@ -235,7 +233,7 @@ def _natural(member: Member) -> tuple[list[object], str]:
 def _name_members(
     record: dict, names: tuple[str, ...], members: list[Member], resolve: Callable[[object], object]
 ) -> None:
-    """Name a record's image members in it, if it names none, or names as many by other names (from before the
+    """List a record's image members in it if it names no images, or as many under other names (from before the
     packing)."""
     for name in names:
         value = record.get(name)

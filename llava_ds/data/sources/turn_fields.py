@@ -15,7 +15,7 @@ THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 THOUGHT_PARTS = ("thinking", "reasoning")  # types of parts
 SWITCHES = ("train", "training", "trainable", "loss_mask")  # weight keys that never mean anything else
 CALL_KEYS = ("tool_calls", "function_call")
-MAX_WEIGHT = 1_000  # loss weight: more is a mistake, and float32 ends at 3e38
+MAX_WEIGHT = 1_000  # maximum loss weight: more is a mistake, and float32 ends at 3e38
 # Keys of turns in public data sets (WildChat, OpenAssistant, the Cauldron, ShareGPT) that give their origin and don't
 # affect learning. kind: read for scored answers.
 IGNORED_KEYS = (
@@ -60,7 +60,7 @@ def read_call(text: str, turn: dict, i: int) -> Message:
     message, _ = read_fields("gpt", "", rest, i)
     if thought is not None:
         if message.thought is not None:
-            raise DataError(f"turn {i} has two thoughts, one of them in its text: give it once")
+            raise DataError(f"turn {i} has two thoughts, one of them in its text: leave one out")
         message.thought = _as_words(thought)
     message.tool_calls = join_calls(message.tool_calls, to_json(read_calls(text, i)))
     return message
@@ -150,8 +150,8 @@ def weigh(messages: Sequence[Message], turns: Sequence[dict], record: dict) -> N
         weight = _agreed_weight([*given, *([] if own is None else [own])], i)
         if weight and message.role != "gpt":
             raise DataError(
-                f"turn {i} is not an answer and has the weight {weight:g}, but only answers are learned: give it 0, "
-                "or none"
+                f"turn {i} is not an answer and has the weight {weight:g}, but only answers are learned: give it "
+                "weight 0, or none"
             )
         if weight is not None and message.role == "gpt":
             message.weight = weight
@@ -217,7 +217,7 @@ def _thought(turn: dict, content: str | list, i: int) -> tuple[str | None, str |
     if isinstance(content, list):
         thoughts = [part for part in content if isinstance(part, dict) and part.get("type") in THOUGHT_PARTS]
         if thoughts and (len(thoughts) > 1 or content[0] is not thoughts[0]):
-            raise DataError(f"turn {i} has thoughts between its parts, expected one, before the answer")
+            raise DataError(f"turn {i} has thoughts between its parts, expected one thought before the answer")
         found += [_text_of_part(part, i) for part in thoughts]
         content = content[len(thoughts) :]
     for each in found:
@@ -247,5 +247,5 @@ def _short_text(turn: dict, key: str, i: int) -> str:
 
 
 def speaker(turn: dict) -> object:
-    """The role that a turn gives."""
+    """Return the role that a turn gives."""
     return turn.get("from") if turn.get("from") is not None else turn.get("role")

@@ -72,7 +72,7 @@ def _decoded(value: object, name: str) -> object:
     except RecursionError:
         raise DataError(f"has a text under {name!r} that is nested too deeply") from None
     except ValueError as error:
-        raise DataError(f"has a text under {name!r} that is no JSON: {error} ({short(value)})") from None
+        raise DataError(f"has a text under {name!r} that is not JSON: {error} ({short(value)})") from None
 
 
 def _rows(value: dict, name: str) -> list[dict]:

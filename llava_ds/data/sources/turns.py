@@ -36,7 +36,7 @@ ROLES = {
 _TEXT_KEYS = (("from", "value"), ("role", "content"))  # LLaVA and ShareGPT; OpenAI
 
 IMAGE_MARK = Mark("image")
-# A mark and the backslashes before it. After an odd number the mark is plain text; each pair is one backslash.
+# A mark and the backslashes before it. An odd number makes the mark plain text; a pair is one backslash.
 _MARK = re.compile(rf"(\\*)({IMAGE_TOKEN}|{VIDEO_TOKEN})")
 
 
@@ -95,14 +95,14 @@ def _refuse_two_spellings(turn: dict, i: int) -> None:
 
 
 def marks_videos(named: dict[str, list], source: Source) -> bool:
-    """True if <video> in a record's text is a mark. LLaVA has no such mark: without videos it is text, such as HTML.
-    LLaMA-Factory would count it."""
+    """True if <video> in a record's text is a mark. In records without videos it is text, such as HTML, because LLaVA
+    has no such mark; LLaMA-Factory would count it."""
     return bool(named["video"]) or source.format != "llava"
 
 
 def with_marks(text: str, marks: list[Mark], has_videos: bool) -> str:
-    """Write every mark as <image>, remove the backslash before a mark that is plain text, and append the marks to the
-    list. has_videos: <video> is also a mark."""
+    """Write every mark as <image>, unescape marks that are plain text, and append the marks to the list. has_videos:
+    <video> is also a mark."""
     has_videos = has_videos and VIDEO_TOKEN in text
     if "\\<" not in text and not has_videos:
         marks += [IMAGE_MARK] * text.count(IMAGE_TOKEN)

@@ -299,16 +299,16 @@ GOOD = [[1, 2, 30, 9], [5, 5]]
 BAD = [
     (
         {"bbox": [[1, 2, 43, 9], [5, 5]]},
-        "[1, 2, 43, 9] (real) on an image of 40 x 70 pixels and exceeds it",
+        "[1, 2, 43, 9] (real) on an image of 40 x 70 pixels, outside the image",
     ),
-    ({"bbox": [[1, -3, 30, 9], [5, 5]]}, "and exceeds it: is --bbox_type right"),
+    ({"bbox": [[1, -3, 30, 9], [5, 5]]}, "outside the image: check --bbox_type"),
     ({"bbox": [[1, 2, 30, 9], [5, 72]]}, "[5, 72] (real)"),
     ({"bbox": [[30, 2, 1, 9], [5, 5]]}, "expected left, top, right, bottom, with left < right and top < bottom"),
     ({"bbox": [[1, 9, 30, 2], [5, 5]]}, "with left < right and top < bottom"),
     ({"bbox": [[-0.8, 2, -0.1, 9], [5, 5]]}, "with left < right and top < bottom"),
     ({"bbox": [[1, 2, 1, 9], [5, 5]]}, "with left < right and top < bottom"),
-    ({"bbox": [[0.1, 0.2, 0.5, 0.6], [5, 5]]}, "smaller than a pixel: fractions are norm1 (--bbox_type)"),
-    ({"bbox": GOOD, "bbox_type": "norm1"}, "is --bbox_type right"),
+    ({"bbox": [[0.1, 0.2, 0.5, 0.6], [5, 5]]}, "smaller than a pixel: for fractions, give --bbox_type norm1"),
+    ({"bbox": GOOD, "bbox_type": "norm1"}, "check --bbox_type"),
     ({"bbox": [[1, 2, 3], [5, 5]]}, "has the box [1, 2, 3], expected left, top, right and bottom, or x and y"),
     ({"bbox": [["1", 2, 3, 4], [5, 5]]}, "has the box ['1', 2, 3, 4], expected"),
     ({"bbox": [[True, 2, 3, 4], [5, 5]]}, "has the box [True, 2, 3, 4], expected"),
@@ -322,8 +322,8 @@ BAD = [
     ({"bbox": GOOD, "ref": [3]}, "expected a name without marks"),
     ({"bbox": GOOD, "bbox_type": "xywh"}, "has the bbox_type 'xywh' in 'objects', expected real or norm1 or norm1000"),
     ({"bbox": GOOD, "image_ids": [0, 0]}, "has the key 'image_ids' in 'objects': did you mean image_id?"),
-    ({"bbox": GOOD, "image_id": [0, 1]}, "expected for each of its 2 boxes one of its 1 images, from 0"),
-    ({"bbox": GOOD, "image_id": [0]}, "expected for each of its 2 boxes one of its 1 images, from 0"),
+    ({"bbox": GOOD, "image_id": [0, 1]}, "expected an image index from 0 to 2 for each of its 1 boxes"),
+    ({"bbox": GOOD, "image_id": [0]}, "expected an image index from 0 to 2 for each of its 1 boxes"),
 ]
 
 

@@ -232,7 +232,7 @@ def test_an_answer_whose_line_break_joins_the_prompt_is_rejected(folders):
     reasons = [check.reason(each, ()) for each in whole]
     assert [bool(reason) for reason in reasons] == [False, True, False]
     assert reasons[1].startswith("its last answer begins with a line break: asked is ")
-    assert reasons[1].endswith("are other tokens where the first one ends): take the line break away")
+    assert reasons[1].endswith("their tokens differ where the first one ends): take the line break away")
     # Where the tokenizer does not join them, all is well.
     assert not check_of(folders, "qwen3_vl", ready_models.QWEN3_TEMPLATE).reason(whole[1], ())
 
