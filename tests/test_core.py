@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 116,
-    "imported lines": 19043,
+    "imported lines": 19042,
     "files at the end": 185,
     "lines at the end": 27660,
     "feature words": 61,
     "kernel files": 39,
     "kernel lines": 5795,
-    "all lines": 74904,
+    "all lines": 74890,
 }
 
 # What one reads to understand training.
