@@ -99,6 +99,9 @@ def _load(name: str, file: _File) -> None:
         found = "no value named extension" if extension is None else f"extension = {extension!r:.60}"
         raise ConfigError(f"{where} has {found}: write extension = Extension(...), as in docs/plugins.md")
     _check_slots(extension, where)
+    for value in (extension.fields, *extension.choices.values()):
+        if isinstance(value, (RecordFields, ProjectorKind)):
+            active.refuse_unknown(vars(type(value)), type(value).__base__, f"{where}: {type(value).__name__}")
     for flag, kind in extension.choices.items():
         if flag not in CHOICES:
             known = f"a plugin adds its name to the values of {', '.join(CHOICES)}"

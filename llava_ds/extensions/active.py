@@ -166,7 +166,7 @@ def flags_class(name: str) -> type[ExtensionFlags]:
         return ExtensionFlags
     kind = _part(name, "flags", "Flags")
     where = f"{_path(name, 'flags')}: Flags"
-    _refuse_unknown(vars(kind).keys() - {field.name for field in dataclasses.fields(kind)}, ExtensionFlags, where)
+    refuse_unknown(vars(kind).keys() - {field.name for field in dataclasses.fields(kind)}, ExtensionFlags, where)
     for names in (kind.needs, kind.breaks):
         for name in () if isinstance(names, property) else names:
             if name not in PROPERTIES:
@@ -184,7 +184,7 @@ def report_parts(run: "RunFiles") -> list[ReportPart]:
     parts = []
     for name in filter(has_part, EXTENSIONS):
         kind = _part(name, "report", "Report")
-        _refuse_unknown(vars(kind), ReportPart, f"llava_ds/extensions/{name}/report.py: Report")
+        refuse_unknown(vars(kind), ReportPart, f"llava_ds/extensions/{name}/report.py: Report")
         parts.append(kind(run))
     return parts
 
@@ -276,23 +276,23 @@ def _extension(name: str) -> Extension:
     if found.part is not None:
         if not (isinstance(found.part, type) and issubclass(found.part, SessionPart)):
             raise ConfigError(f"{path}: part: give a class of extensions/base.py's SessionPart")
-        _refuse_unknown(vars(found.part), found.part.__base__, f"{path}: {found.part.__name__}")
+        refuse_unknown(vars(found.part), found.part.__base__, f"{path}: {found.part.__name__}")
     if found.wrap is not None:
         where = f"{path}: {type(found.wrap).__name__}"
         if not isinstance(found.wrap, Wrap):
             raise ConfigError(f"{where}: give a value of a class of extensions/base.py's Wrap")
-        _refuse_unknown(vars(type(found.wrap)), Wrap, where)
+        refuse_unknown(vars(type(found.wrap)), Wrap, where)
     if found.folder is not None:
         kind = type(found.folder)
-        _refuse_unknown(vars(kind), FolderPart, f"{path}: {kind.__name__}")
+        refuse_unknown(vars(kind), FolderPart, f"{path}: {kind.__name__}")
     if found.text is not None:
         kind = type(found.text)
-        _refuse_unknown(vars(kind), TextPart, f"{path}: {kind.__name__}")
+        refuse_unknown(vars(kind), TextPart, f"{path}: {kind.__name__}")
     for phase, hook in found.hooks:
         where = f"{path}: {getattr(hook, '__name__', hook)}"
         if not (isinstance(phase, Phase) and isinstance(hook, type) and issubclass(hook, Hook)):
             raise ConfigError(f"{where}: give a Phase and a class of extensions/base.py's Hook")
-        _refuse_unknown(vars(hook), Hook, where)
+        refuse_unknown(vars(hook), Hook, where)
     return found
 
 
@@ -313,7 +313,7 @@ def _path(name: str, module: str) -> str:
     return EXTENSIONS[name].file or f"llava_ds/extensions/{name}/{module}.py"
 
 
-def _refuse_unknown(names: Iterable[str], base: type, where: str) -> None:
+def refuse_unknown(names: Iterable[str], base: type, where: str) -> None:
     """Raise ConfigError for a public name that the base class lacks: nothing would ever call it."""
     for name in names:
         if not name.startswith("_") and not hasattr(base, name):

@@ -5,6 +5,7 @@ change, and logits that the exported model won't give. No number of the run chan
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -106,13 +107,15 @@ class Trial:
         for name, value in packed.numbers.items():
             if not abs(value - alone.numbers[name]) <= tolerance * max(abs(value), abs(alone.numbers[name])):
                 return name, value, alone.numbers[name]
-        norms = {name: float(gradient.norm()) for name, gradient in alone.gradients.items()}
+        # float16's first loss scale may be too high for some
+        finite = [name for name, each in packed.gradients.items() if math.isfinite(float(each.sum()))]
+        wanted = {name: alone.gradients.get(name, torch.zeros(())) for name in finite}
+        norms = {name: norm for name in finite if math.isfinite(norm := float(wanted[name].norm()))}
         least = max(norms.values(), default=0.0) / 100  # smaller ones are rounding
-        for name, gradient in packed.gradients.items():
-            wanted = alone.gradients.get(name, torch.zeros_like(gradient))
-            limit = FOR_GRADIENTS * tolerance * max(norms.get(name, 0.0), least)
-            if not float((gradient - wanted).norm()) <= limit:
-                return f"the gradient of {name}", float(gradient.norm()), norms.get(name, 0.0)
+        for name, norm in norms.items():
+            limit = FOR_GRADIENTS * tolerance * max(norm, least)
+            if not float((packed.gradients[name] - wanted[name].to(packed.gradients[name])).norm()) <= limit:
+                return f"the gradient of {name}", float(packed.gradients[name].norm()), norm
         return None
 
     def check_logits(self) -> None:

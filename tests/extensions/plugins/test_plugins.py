@@ -32,6 +32,8 @@ from typing import ClassVar
 from llava_ds.config.flags import flags_of
 from llava_ds.extensions.base import *
 from llava_ds.extensions.plugin_slots import *
+from llava_ds.extensions.plugins.attention_rule import AttentionRule
+from llava_ds.extensions.plugins.content_tokens import ContentTokens
 _idea, _free = flags_of("idea")
 
 @dataclass(frozen=True)
@@ -133,6 +135,10 @@ BROKEN = {
     with_slots("choices={'mm_projector_type': 1}"): "a value of a class of extensions/plugin_slots.py's ProjectorKind",
     with_class("SessionPart", "build", "part=Own"): "Own: nothing reads build: did you mean built",
     with_class("Wrap", "fill", "wrap=Own()"): "Own: nothing reads fill: did you mean filled",
+    with_class("AttentionRule", "mark", "part=Own"): "Own: nothing reads mark: did you mean marks",
+    with_class("ContentTokens", "chose", "part=Own"): "Own: nothing reads chose: did you mean choose",
+    with_class("RecordFields", "conver", "fields=Own()"): "Own: nothing reads conver: did you mean convert",
+    with_class("ProjectorKind", "strides", "choices={'mm_projector_type': Own()}"): "strides: did you mean stride",
     with_class("Hook", "after_steps", "hooks=((Phase.LOG, Own),)"): "reads after_steps: did you mean after_step",
     WHOLE + "Flags.needz = {}": "Flags: nothing reads needz: did you mean needs",
     WHOLE + "Flags.needs = {'whole': ''}": "unknown property 'whole': did you mean whole_",
