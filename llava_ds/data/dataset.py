@@ -218,9 +218,9 @@ class EncodedDataset(torch.utils.data.Dataset):
 
         return plan_by_tokens(*step)
 
-    def num_tokens(self, samples: Sequence[int]) -> int:
-        """Count the tokens of a micro-batch."""
-        return int(self.lengths[np.asarray(samples, np.int64)].sum())
+    def summed(self, values: np.ndarray, samples: Sequence[int]) -> int:
+        """Sum each sample's tokens or work, values (samples of the data set,), over a micro-batch."""
+        return int(values[np.asarray(samples, np.int64)].sum())
 
     # How samples are shuffled, and how many shards are shuffled together.
     drawn: tuple[str, int] = ("random", 1)

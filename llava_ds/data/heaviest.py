@@ -56,7 +56,7 @@ def most_worked(plan: StepPlan, done: int, tried: list[int]) -> list[int]:
         return []
     work = most_work(plan)
     micro_batches = (micro for layout in plan.after(done) for rank in layout.of_ranks for micro in rank)
-    found = max(micro_batches, key=lambda micro: int(work[micro].sum()), default=[])
+    found = max(micro_batches, key=partial(plan.dataset.summed, work), default=[])
     return [] if found == tried else found
 
 
@@ -66,7 +66,7 @@ def _heaviest_of(plan: StepPlan, layouts: Iterable[StepLayout]) -> list[int]:
 
 
 def _tokens(plan: StepPlan, samples: list[int]) -> int:
-    return plan.dataset.num_tokens(samples)
+    return plan.dataset.summed(plan.dataset.lengths, samples)
 
 
 def _heaviest_step(plan: StepPlan, done: int) -> int:

@@ -13,6 +13,8 @@ MEASUREMENTS = {
     "planning": "step_planning",
     **dict.fromkeys(("packing", "preflight"), "data_costs"),
     **dict.fromkeys(("shared_prompts", "image_prefix"), "prompt_costs"),
+    "rivals": "rivals",
+    "spread": "pack_spread",
 }
 
 

@@ -39,10 +39,10 @@ def data_of(lengths: np.ndarray, images: float = 0.0) -> SimpleNamespace:
 
 
 def of_lengths(lengths: np.ndarray) -> dict[str, object]:
-    def num_tokens(samples: list[int]) -> int:
-        return int(lengths[samples].sum()) if samples else 0
+    def summed(values: np.ndarray, samples: list[int]) -> int:
+        return int(values[samples].sum()) if samples else 0
 
-    own = {"packs": plan_by_tokens, "num_tokens": num_tokens, "wait_for": lambda samples: None}
+    own = {"packs": plan_by_tokens, "summed": summed, "wait_for": lambda samples: None}
     return {"lengths": lengths, "is_whole": True, **own}
 
 

@@ -36,8 +36,8 @@ def note_shared(plan: Plan, ranks: Ranks) -> None:
     """Print how many tokens the next steps share."""
     dataset, layouts = plan.steps.dataset, list(itertools.islice(plan.steps.after(plan.resumed_step), STEPS))
     micro_batches = [micro for layout in layouts for rank in layout.of_ranks for micro in rank]
-    shared = sum(dataset.num_shared(micro) for micro in micro_batches)
-    part = shared / max(1, shared + sum(dataset.num_tokens(micro) for micro in micro_batches))
+    tokens = sum(int(dataset.lengths[micro].sum()) for micro in micro_batches)
+    part = 1 - sum(dataset.summed(dataset.lengths, micro) for micro in micro_batches) / max(1, tokens)
     line = f"records of one image share {part:.0%} of the tokens of the first {len(layouts)} steps"
     if part < FEW and not plan.args.own["image_prefix"].group_by_image:
         line += (

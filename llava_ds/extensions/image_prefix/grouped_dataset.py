@@ -35,13 +35,13 @@ class GroupedDataset(EncodedDataset):
             return super().lengths_for(how)
         return np.unique(self._keys[self.rows], return_inverse=True)[1].astype(np.int32)
 
-    def num_tokens(self, samples: Sequence[int]) -> int:
-        return super().num_tokens(samples) - self.num_shared(samples)
-
-    def num_shared(self, samples: Sequence[int]) -> int:
-        """Count the tokens of a micro-batch that samples share with the one before; perhaps they share a few more."""
-        rows = self.rows[np.asarray(samples, np.int64)]
-        return int(self._prefixes[rows[1:]][self._keys[rows[1:]] == self._keys[rows[:-1]]].sum())
+    def summed(self, values: np.ndarray, samples: Sequence[int]) -> int:
+        """Leave out what samples share with the one before, in proportion to its tokens; they may share a few more."""
+        samples = np.asarray(samples, np.int64)
+        rows = self.rows[samples]
+        repeated = samples[1:][self._keys[rows[1:]] == self._keys[rows[:-1]]]
+        shared = values[repeated].astype(np.int64) * self._prefixes[self.rows[repeated]] // self.lengths[repeated]
+        return super().summed(values, samples) - int(shared.sum())
 
     def packs(
         self, samples: Sequence[int], lengths: np.ndarray, dp: int, max_tokens: int, costs: np.ndarray

@@ -113,7 +113,7 @@ def plan_as_rank(folder: Path, num_samples: int, packing: Packing, how: str, sea
     sizes = lengths, arrays["num_targets"], none, none
     dataset = SimpleNamespace(
         lengths=lengths, sizes=sizes, wait_for=lambda _: None, is_whole=True, packs=plan_by_tokens,
-        num_tokens=lambda samples: int(lengths[samples].sum()),
+        summed=lambda values, samples: int(values[samples].sum()),
     )  # fmt: skip
     plan = StepPlan(dataset, order, packing, order.steps_per_epoch)
     with largest_anonymous() as largest:

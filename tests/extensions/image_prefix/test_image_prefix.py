@@ -74,7 +74,7 @@ def test_samples_of_an_image_are_computed_together(plain):
         shared += sum(repeats)
         counts, batch = [counts_of(item) for item in items], collate(items, plain.image_options)
         tokens = sum(each.tokens for each in counts)
-        assert tokens == batch.input_ids.shape[1] <= grouped.num_tokens(micro) <= 400
+        assert tokens == batch.input_ids.shape[1] <= grouped.summed(grouped.lengths, micro) <= 400
         assert sum(each.tiles for each in counts) == len({*images} - {"[]"})
     assert shared > IMAGES
 
@@ -95,7 +95,7 @@ def test_a_group_larger_than_a_pack_is_split(plain):
     longest = int(plain.lengths.max())
     for most in (longest, 150):
         layout = Packing(1, len(plain), 1, most).lay_out(list(range(len(plain))), grouped)
-        assert all(grouped.num_tokens(micro) <= most or len(micro) == 1 for micro in layout[0])
+        assert all(grouped.summed(grouped.lengths, micro) <= most or len(micro) == 1 for micro in layout[0])
 
 
 @pytest.mark.parametrize(

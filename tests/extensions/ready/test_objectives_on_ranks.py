@@ -23,6 +23,7 @@ PAIRS = {
     "reward": {"objective": "reward"},
     "packed": {**LORA, "objective": "dpo", "bits": 8},
 }
+COPIES = {"objective": "reward", "share_prompts": False}  # on two ranks, beside "reward"
 DRAWN = {"adapters": {**LORA, "beta": 0.1}, "critic": {"objective": "ppo", "critic_learning_rate": 5e-4}}
 RESUMED = "adapters"
 
@@ -31,7 +32,7 @@ class Runs:
     """Rows of the log of every run, by kind and number of ranks."""
 
     def __init__(self, family: str, folder: Path, kinds: set[str]) -> None:
-        self.folder = folder
+        self.folder, self.family = folder, family
         (folder / "rules.py").write_text(RULES)
         model = ready_models.write_ready(folder / "base", family, **ready_models.whole_blocks(family))
         pairs = {**model, **write_pairs(folder / "pairs", 8)}
@@ -48,6 +49,9 @@ class Runs:
                 for kind, flags in DRAWN.items()
                 if known(flags) and kind in kinds
             ]
+            if ranks == 2 and known(COPIES):
+                copies = {**RATES, **COPIES, "tokens_per_micro_batch": 300}
+                todo.append(toy_run(pairs, folder / "copies-2", ds_config(2), **copies))
             run_many(ranks, folder / f"launch-{ranks}", [_of_one_rate(flags) for flags in todo], finished=False)
         if RESUMED in kinds and known(DRAWN[RESUMED]):
             for ranks in (1, 2):
@@ -88,6 +92,15 @@ def check(runs: Runs) -> None:
         assert len({row["loss"] for row in one}) > 1
 
 
+def check_shared(runs: Runs, shares: bool) -> None:
+    """Pairs that share their prompt give the losses and gradients of copies."""
+    for row, other in zip(runs.rows["reward-2"], runs.rows["copies-2"], strict=True):
+        assert (row["tokens"] < other["tokens"]) == shares
+        for name in ("loss", "grad_norm"):
+            close = 1e-5 if row["step"] == 1 else 2e-4
+            assert row[name] == pytest.approx(other[name], rel=close, abs=close / 10), (row["step"], name)
+
+
 def check_resumed(runs: Runs) -> None:
     """Bit-equal on as many ranks, equal to rounding on another number."""
     whole, again, alone = (
@@ -113,5 +126,7 @@ def check_resumed(runs: Runs) -> None:
 @pytest.mark.full
 def test_objectives_on_ranks(runs):
     check(runs)
+    if "copies-2" in runs.rows:
+        check_shared(runs, shares=runs.family not in (*ready_models.EXPERTS, "qwen3_5"))
     if "resumed-1" in runs.rows:
         check_resumed(runs)
