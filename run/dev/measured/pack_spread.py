@@ -50,7 +50,7 @@ def spread(text: float = 0.3, ranks: int = 2, steps: int = 6, samples: int = 8, 
         choose_trainable(model, args)
         flops = model_flops(plan.text_config, plan.tower, args.model)
         plain = Packing(ranks, samples, 1, BOUND * int(dataset.lengths.max()), pair_cost=flops.pair_cost)
-        ways = {"tokens": plain, "all work": replace(plain, costs_beside=flops.costs_beside)}
+        ways = {"tokens": plain, "all work": replace(plain, other_costs=flops.other_costs)}
         order = sample_order(args, dataset, ranks)
         layouts = {way: list(zip(range(steps), each.steps(order, dataset, 0))) for way, each in ways.items()}
         batches = partial(micro_batches, dataset, num_workers=0, device=ALONE.device, mesh=SimpleNamespace(shared=1))
