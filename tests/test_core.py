@@ -27,7 +27,7 @@ BARS = {
     "feature words": 61,
     "kernel files": 39,
     "kernel lines": 5795,
-    "all lines": 74896,
+    "all lines": 75127,
 }
 
 # What one reads to understand training.
