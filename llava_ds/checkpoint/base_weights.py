@@ -29,9 +29,9 @@ class _Known(FileState):
 def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) -> Hashes:
     """Hash every weight file in the folders named by flags, on rank 0.
 
-    A file with unchanged place, stamp and sampled blocks is not read again: output_dir stores its hash, except in a dry
-    run. Returns {} if nothing is compared now or later. Raises ConfigError if the checkpoint to resume from (None: a
-    fresh start) belongs to a run with other initial weights.
+    A file whose path, stamp and sampled blocks are unchanged is not read again: output_dir stores its hash, except in a
+    dry run. Returns {} if the hashes are needed neither now nor later. Raises ConfigError if the checkpoint to resume
+    from (None: a fresh start) belongs to a run with other initial weights.
     """
     if checkpoint is None and (args.training.dry_run or args.training.save_strategy == "no"):
         return {}
@@ -85,9 +85,8 @@ def _compare(checkpoint: Path, found: Hashes) -> None:
     ]
     if lines:
         raise ConfigError(
-            f"{checkpoint} belongs to a run that started from other weights, and a resume reads frozen weights there:\n"
-            + "\n".join(lines)
-            + "\nrestore the old files, or start again with --resume never"
+            f"{checkpoint} belongs to a run that started from other weights, and a resume reads frozen weights from "
+            "these files:\n" + "\n".join(lines) + "\nrestore the old files, or start again with --resume never"
         )
 
 

@@ -56,19 +56,19 @@ def model_states(engine_dir: Path, mp_rank: int = 0) -> dict:
 
 
 def optimizer_states(engine_dir: Path, dp_rank: int, mp_rank: int = 0) -> dict:
-    """Read the ZeRO optimizer state of one rank: number dp_rank among the ranks with part mp_rank of the model.
+    """Read the ZeRO optimizer state of rank dp_rank among the ranks with part mp_rank of the model.
 
     Raises DataError if the file is missing or can't be read.
     """
     pattern = f"*zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02}_optim_states.pt"
     found = sorted(engine_dir.glob(pattern))
     if len(found) != 1:
-        raise DataError(f"{engine_dir} holds {len(found)} files named {pattern}, not 1")
+        raise DataError(f"{engine_dir} has {len(found)} files named {pattern}, expected 1")
     return read_states(found[0])["optimizer_state_dict"]
 
 
 def rank_states(layout: Layout, engine_dir: Path, rank: int, world_size: int) -> dict:
-    """Read the file with a rank's masters: its own, or the common one if masters are replicated.
+    """Read the file with a rank's master weights: its own, or the common one if they are replicated.
 
     Layers with files of their own are added.
     """
@@ -83,7 +83,7 @@ def rank_states(layout: Layout, engine_dir: Path, rank: int, world_size: int) ->
 
 
 def _place(layout: Layout, rank: int, world_size: int) -> tuple[int, int]:
-    """Return a rank's number among those with the same part of the model, and the part's number (if tp or pp is 1)."""
+    """Return a rank's index among ranks with the same part of the model, and the part's index (if tp or pp is 1)."""
     if layout.pp > 1:
         mp_rank, dp_rank = divmod(rank, world_size // layout.pp)
         return dp_rank, mp_rank
@@ -99,13 +99,13 @@ def saved_masters(layout: Layout, states: dict) -> list[torch.Tensor]:
 
 
 def saved_optimizer(layout: Layout, states: dict) -> dict:
-    """Return the state_dict of the user's optimizer: its "state" is numbered like saved_masters."""
+    """Return the state_dict of the user's optimizer; its "state" is numbered in the order of saved_masters."""
     held = states["optimizer"] if layout.kind in REPLICATED else states
     return held if layout.kind == PLAIN else held[WRAPPERS[layout.kind].saved_optimizer]
 
 
 def saved_layouts(checkpoint: Path, world_size: int) -> Iterator[tuple[int, Layout]]:
-    """Yield rank and layout of each rank whose files are not just copies of earlier ranks' data."""
+    """Yield rank and layout, for each rank whose files are more than copies of earlier ranks' data."""
     first = read_layout(checkpoint, 0)
     for rank in range(world_size):
         if first.kind not in REPLICATED or _place(first, rank, world_size)[0] < first.ep:
@@ -124,7 +124,7 @@ def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[Sa
             own.setdefault(piece.name, []).append(piece)
     before: set[str] = set()  # saved in full by earlier ranks
     for rank, layout in saved_layouts(checkpoint, world_size):
-        is_first = rank % layout.tp == 0  # the first rank of those that have slices, and copies of the rest
+        is_first = rank % layout.tp == 0  # first rank that has slices, and copies of everything else
         wanted = [
             [
                 p
@@ -209,7 +209,7 @@ def _trained_by(engine_dir: Path, mp_rank: int) -> tuple[list[SavedWeight], torc
         return [SavedWeight(name, tuple(tensor.shape), lambda t=tensor: t) for name, tensor in whole], dtype
     except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError) as error:
         text = f"{type(error).__name__}: {error}"[:200]
-        raise DataError(f"{engine_dir} is not as DeepSpeed saves it ({text}): use another checkpoint") from error
+        raise DataError(f"{engine_dir} is not in DeepSpeed's format ({text}): use another checkpoint") from error
 
 
 def _own_files(engine_dir: Path) -> dict[str, torch.Tensor]:
@@ -222,7 +222,7 @@ def _own_files(engine_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def _partitioned_weights(engine_dir: Path, common: dict, dtype: torch.dtype, mp_rank: int) -> list[SavedWeight]:
-    """Return stage 3's weights: every rank has an equal part of every parameter in its fp32 groups, consecutively.
+    """Return stage 3's weights: each rank's fp32 groups hold an equal part of every parameter, one after the other.
 
     Checkpoints without layouts are read as well.
     """
@@ -244,12 +244,12 @@ def _partitioned_weights(engine_dir: Path, common: dict, dtype: torch.dtype, mp_
         offset += length
     held = sum(group.numel() for group in parts[0])
     if offset != held:
-        raise DataError(f"{engine_dir}: a rank's parameters have {offset} numbers, but its optimizer states {held}")
+        raise DataError(f"{engine_dir}: a rank's parameters have {offset} numbers, its optimizer states have {held}")
     return weights
 
 
 def _spans(groups: list[torch.Tensor], offset: int, length: int) -> Iterator[torch.Tensor]:
-    """Yield the parts, starting at an offset, of flat groups laid end to end."""
+    """Yield the parts of flat groups, laid end to end, from an offset on."""
     for group in groups:
         part = group[offset : offset + length]
         yield part

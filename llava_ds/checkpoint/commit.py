@@ -31,7 +31,7 @@ class SaveFailed(Exception):
 def begin(output_dir: Path, step: int, ranks: Ranks) -> Path:
     """Create an empty temporary folder for the checkpoint of a step. Raises SaveFailed on all ranks.
 
-    Folders of unfinished saves are removed, because their space may be needed.
+    Removes folders of unfinished saves, because their space may be needed.
     """
     scratch = output_dir / f"checkpoint-{step}{_UNFINISHED}"
 
@@ -68,7 +68,7 @@ def commit(scratch: Path, written: dict[str, Entry], problem: str | None, ranks:
 def keep_newest(output_dir: Path, limit: int | None, best: Path | None = None) -> None:
     """Keep only the newest checkpoints, on rank 0; None keeps all.
 
-    best: a checkpoint to keep instead of the oldest kept one; the newest one is always kept.
+    best: a checkpoint to keep in exchange for the oldest kept one; the newest one is always kept.
     """
     found = checkpoints(output_dir)
     if limit is None:
@@ -112,7 +112,7 @@ def _leftovers(output_dir: Path, suffix: str) -> list[Path]:
 
 def _publish(scratch: Path, final: Path, files: dict[str, Entry]) -> None:
     """Write the manifest and rename the folder, on rank 0."""
-    for path in sorted(scratch.rglob("*")):  # files that DeepSpeed copied there
+    for path in sorted(scratch.rglob("*")):  # DeepSpeed copied files there
         name = path.relative_to(scratch).as_posix()
         if path.is_file() and name not in files:
             files[name] = flush_and_hash(path)

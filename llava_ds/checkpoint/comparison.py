@@ -58,7 +58,7 @@ class Comparison:
         }
 
     def reshaped(self) -> list[str]:
-        """Return the differences that change no more than rounding, a line each."""
+        """Return the differences that only change rounding, a line each."""
         run, saved, changes = self._run, self._saved, self._layout_changes().items()
         lines = [line for name, line in changes if name not in self._ordering_flags and not self._decides(name)]
         if saved["zero_stage"] != run.zero_stage:
@@ -84,8 +84,8 @@ class Comparison:
             return f"{path} can't be resumed: {changes}, but {why}, so its states can't be re-sharded: {where}"
         if not has_layout(path):
             return (
-                f"{path} can't be resumed: {changes}, but it was saved by an earlier version "
-                f"that did not record its sharding: {where}"
+                f"{path} can't be resumed: {changes}, but an earlier version saved it without a record of its "
+                f"sharding: {where}"
             )
         return None
 
@@ -102,7 +102,7 @@ class Comparison:
 
     @property
     def _depend_on_layout(self) -> list[str]:
-        """The given flags that make the loss, or the samples of a step, depend on ranks and micro-batches."""
+        """List the given flags that make the loss, or the samples of a step, depend on ranks and micro-batches."""
         flags = self._run.flags
         depend = {
             "--loss_reduction micro_batch": flags["loss_reduction"] == "micro_batch",
@@ -113,7 +113,7 @@ class Comparison:
         return [flag for flag, is_given in depend.items() if is_given]
 
     def _decides(self, name: str) -> bool:
-        """Return True if a change of layout leads to another model. Ranks that share samples compute the same loss."""
+        """Return True if a change of layout leads to another model; ranks that share samples compute the same loss."""
         same_ranks = name == "world_size" and data_ranks(self._saved) == data_ranks(vars(self._run))
         flag: Flag | None = self._layout_flags.get(name)
         same_samples = same_ranks or (flag is not None and (flag.shares_samples or flag.resume == "placement"))
@@ -162,7 +162,7 @@ def _optimizer_of(identity: dict) -> dict | None:
 
 
 def refuse_uneven(total: int, world_size: int) -> None:
-    """Raise ConfigError if that many ranks can't divide the samples of a step."""
+    """Raise ConfigError if this number of ranks can't divide the samples of a step."""
     if total % world_size:
         shares = [str(n) for n in range(1, total + 1) if total % n == 0]
         raise ConfigError(
@@ -172,7 +172,7 @@ def refuse_uneven(total: int, world_size: int) -> None:
 
 
 def batch_size_hint(total: int, world_size: int) -> str:
-    """Return the flags that keep that many samples per step."""
+    """Return the flags that keep this number of samples per step."""
     share, rest = divmod(total, world_size)
     if rest or not share:
         return f"{world_size} ranks can't share the {total} samples of a step evenly: start another number of ranks"

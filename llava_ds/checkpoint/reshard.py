@@ -40,7 +40,7 @@ FAMILIES = {
     **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"), "Adam"),
     **dict.fromkeys(("FusedLion", "DeepSpeedCPULion"), "Lion"),
 }
-# Settings of the implementation; this run's own are kept.
+# Settings of the implementation; this run keeps its own.
 OWN_KEYS = {"params", "name", "fused", "foreach", "capturable", "differentiable"}
 SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -78,8 +78,8 @@ def load_resharded(engine, checkpoint: Path, world_size: int, *, schedule: bool)
 def renew_rates(engine, groups: list[dict], checkpoint: Path) -> None:
     """Restore the rates, decay and other settings that the engine was created with, instead of its checkpoint's.
 
-    The schedule, still at its beginning, is stepped to the checkpoint's position.
-    groups: the optimizer's groups before the checkpoint was loaded.
+    The schedule, not yet stepped, is stepped to the checkpoint's position. groups: the optimizer's groups before the
+    checkpoint was loaded.
     """
     for group, before in zip(engine.basic_optimizer.param_groups, groups):
         group.update({key: value for key, value in before.items() if key != "params"})
@@ -106,7 +106,7 @@ def _matching_groups(
 
 
 def _step_schedule(engine, done: dict) -> None:
-    """Step the schedule, still at its beginning, to a checkpoint's position. done: the saved state."""
+    """Step the schedule, not yet stepped, to a checkpoint's position. done: the saved state."""
     fresh = engine.lr_scheduler.state_dict()
     counter = "last_epoch" if "last_epoch" in fresh else "last_batch_iteration"
     with warnings.catch_warnings():
@@ -119,8 +119,8 @@ def _refuse(live: Layout, saved: Layout) -> None:
     for name in (live.optimizer, saved.optimizer):
         if name in WHOLE:
             raise ConfigError(
-                f"a checkpoint of {name} can't be re-sharded for another number of ranks or ZeRO stage: {WHOLE[name]}. "
-                "Start with the number of ranks and the ZeRO stage that it was saved with"
+                f"a checkpoint of {name} can't be re-sharded for another number of ranks or ZeRO stage: "
+                f"{WHOLE[name]}. Start with the same number of ranks and ZeRO stage as at the save"
             )
     if FAMILIES.get(live.optimizer, live.optimizer) != FAMILIES.get(saved.optimizer, saved.optimizer):
         raise ConfigError(
@@ -149,11 +149,7 @@ def _check_trained(engine, held: set[str]) -> None:
 def fill(
     optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor], live: Layout, pieces: Iterable[SavedPiece]
 ) -> None:
-    """Copy this rank's numbers from saved pieces into the tensors that its optimizer updates, and into new states.
-
-    tensors: from masters(); live: their layout.
-    Raises DataError if weights are missing, ConfigError if states can't be re-sharded.
-    """
+    """Copy this rank's numbers from saved pieces into its optimizer's tensors and into new states."""
     own: dict[str, list[tuple[int, Piece]]] = {}
     for index, slot in enumerate(live.slots):
         for piece in slot:
@@ -175,7 +171,7 @@ def fill(
 
 
 def _copy(saved: SavedPiece, target: Piece, master: torch.Tensor, states: dict, optimizer: torch.optim.Optimizer):
-    """Copy the numbers common to both pieces: weights into the master, the optimizer's into its states."""
+    """Copy the numbers that both pieces have: weights into the master, optimizer states into its states."""
     source, blocks = saved.piece, saved.piece.common(target)
 
     def copy(into: torch.Tensor, values: torch.Tensor) -> None:
@@ -211,13 +207,14 @@ def _is_per_element(key: str, value: object, master: torch.Tensor) -> bool:
     if value.ndim != master.ndim or value.numel() < master.numel():
         raise ConfigError(
             f"the optimizer state {key} has shape {tuple(value.shape)} for {master.numel()} weights and can't be "
-            "re-sharded: start with the number of ranks and the ZeRO stage that the checkpoint was saved with"
+            "re-sharded: start with the checkpoint's number of ranks and ZeRO stage"
         )
     return True
 
 
 def _moment_dtype(optimizer: torch.optim.Optimizer, value: torch.Tensor, master: torch.Tensor) -> torch.dtype:
-    """Return the precision that the optimizer would choose: its weights'; DeepSpeed's CPU optimizers have a setting."""
+    """Return the precision that the optimizer would choose: its weights', or the setting of DeepSpeed's CPU
+    optimizers."""
     if not value.is_floating_point():
         return value.dtype
     return torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else master.dtype

@@ -19,7 +19,7 @@ from llava_ds.runtime.ranks import Ranks, barrier, broadcast_from_first
 
 ONE_RANK = Ranks(0, 0, 1, torch.device("cpu"))
 
-# Files of a run that another run in the same folder would take for its own.
+# Files of a run that another run in the same folder would mistake for its own.
 RUN_FILES = (
     "metrics.jsonl", "metrics.csv", "evals.jsonl", "skipped.jsonl", "skipped_steps.jsonl", "report.html", "loss.png",
     *(name for trigger in EXTENSIONS.values() for name in trigger.leaves.split()),
@@ -55,8 +55,8 @@ class ResumePlan:
 def saved_batch_size(args: Arguments, dp: int) -> int | None:
     """Return the samples per step of the checkpoint to resume from.
 
-    None unless the flags leave them open and the number of data-parallel ranks differs. Raises ConfigError if that many
-    ranks can't divide them.
+    Returns None unless the flags leave it open and the number of data-parallel ranks differs. Raises ConfigError if
+    that number of ranks can't divide the samples.
     """
     training = args.training
     saved = saved_identity(training.resume, Path(training.output_dir))
@@ -130,8 +130,8 @@ def _candidate(
 ) -> _Candidate:
     """Find the newest checkpoint whose files have the right sizes and that is not in `damaged`.
 
-    Raises ConfigError if its run has other settings, unless an older one matches: then it depends on whether the newer
-    one is complete. Also raises it if all checkpoints contain only the model: a fresh start would move them aside.
+    Raises ConfigError if its run has other settings, unless an older checkpoint matches: then the newer one may still
+    turn out incomplete. Also raises it if all checkpoints contain only the model: a fresh start would move them aside.
     """
     if resume == "auto":
         commit.recover(output_dir)
@@ -225,8 +225,7 @@ def set_aside(output_dir: Path, point: ResumePoint, ranks: Ranks) -> None:
 def _permitted(allowed: str | None, known: Collection[str]) -> set[str]:
     """Parse --allow_changed_flags. Raises ConfigError for an unknown name.
 
-    known: names compared for this run; an extension's flags are accepted as well, because an earlier start may have had
-    it.
+    known: names compared for this run. Flags of any extension are accepted, because an earlier start may have used it.
     """
     if allowed is None:
         return set()
@@ -239,6 +238,6 @@ def _permitted(allowed: str | None, known: Collection[str]) -> set[str]:
     for name in sorted(names - set(known)):
         hint = did_you_mean(name, known, "give flag names separated by commas, or all")
         if name in free:
-            hint = "its value does not change the result, so leave it out"
+            hint = "its value does not change the result, leave it out"
         raise ConfigError(f"--allow_changed_flags {name} is not compared on a resume: {hint}")
     return names

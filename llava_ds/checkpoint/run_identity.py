@@ -72,7 +72,7 @@ def towers_digest(vision_tower: str | None) -> str | None:
 def saved_identity(resume: str, output_dir: Path) -> dict[str, object]:
     """Read the identity in the newest checkpoint that a resume could use; {} for a fresh start.
 
-    The checkpoint is not verified: this is for values that a run chose for itself and has to keep.
+    The checkpoint is not verified: this only serves values that a run chose for itself and has to keep.
     """
     paths = {"auto": commit.checkpoints(output_dir), "never": []}.get(resume, [Path(resume)])
     for path in paths:

@@ -19,7 +19,7 @@ from llava_ds.runtime.random_states import random_states
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.waiting import waiting
 
-MAX_FAILED_SAVES = 3  # in a row, then the run ends
+MAX_FAILED_SAVES = 3  # consecutive failures that end the run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +45,12 @@ def describe_saving(training: TrainingArguments) -> str:
         return "not saved (--save_strategy no)"
     if training.save_only_model:
         return "saved, only the model (--save_only_model): a run can't be resumed from it"
-    return "saved; the same command resumes there"
+    return "saved; the same command resumes from it"
 
 
 @dataclasses.dataclass
 class _Save:
-    """A save in progress. keeps_all: older ones are kept; waited_s: how long training has waited for it so far."""
+    """A save in progress. keeps_all: keep older checkpoints; waited_s: time that training has waited for it so far."""
 
     step: int
     scratch: Path
@@ -78,16 +78,12 @@ class Saver:
         self.limit, self.background = training.save_total_limit, training.async_save
         self.last_good = resume.point.path
         self.states: list[StatePart] = []  # extensions' parts, set by the session
-        self.num_failed, self.failure = 0, ""  # in a row, and the last failure
+        self.num_failed, self.failure = 0, ""  # number in a row, and the last failure
         self._save: _Save | None = None
         self._reduction: tuple[torch.distributed.Work, torch.Tensor] | None = None
 
     def after_step(self, step: int, saves: bool, last: bool = False, keeps_all: bool = False) -> str | None:
-        """Save this step's checkpoint if `saves` is True, and commit one that has been written.
-
-        last: this is the last step, so everything has to be on the disk on return; keeps_all: delete no older
-        checkpoint. Returns the reason to end the run, the same on every rank, or None.
-        """
+        """Save this step's checkpoint if `saves` is True, and commit a finished background save."""
         if self._save is not None and (saves or last or self._all_have_written()):
             self._commit_written()
         if saves and self.model_writer is not None:
@@ -169,7 +165,7 @@ class Saver:
         except commit.SaveFailed as error:
             return self._failed(step, str(error))
         self._is_saved(path, keeps_all)
-        print_first(f"{path.name} is saved, only the model: training waited {time.perf_counter() - started:.2f} s")
+        print_first(f"{path.name} is saved (only the model): training waited {time.perf_counter() - started:.2f} s")
 
     def _is_saved(self, path: Path, keeps_all: bool) -> None:
         if self.ranks.is_first and not keeps_all:

@@ -36,7 +36,7 @@ class _Flags(TypedDict):
 
 
 def _with_sizes(flags: object) -> object:
-    """Refuse flags whose numbers of ranks sharing samples are not sizes."""
+    """Refuse flags for numbers of ranks that share samples unless they are sizes."""
     declared = declared_in(flags) if isinstance(flags, dict) else {}
     for name in (name for name, flag in declared.items() if flag.shares_samples):
         if type(size := flags.get(name, 1)) is not int or size < 1:

@@ -11,7 +11,10 @@ from llava_ds.engine.shards.pieces import has_layout, layout_of, read_layout
 from llava_ds.runtime.random_states import random_states, seed_random_states, set_random_states
 from llava_ds.runtime.ranks import Ranks, gather
 
-GROUP_STATES = {"params", "step"}  # keys of a parameter group that aren't rates; DeepSpeed's Adam and Lion count there
+GROUP_STATES = {
+    "params",
+    "step",
+}  # keys of a parameter group that are not settings: DeepSpeed's Adam and Lion count steps there
 
 
 def restore(engine, point: ResumePoint, ranks: Ranks, seed: int) -> str:
@@ -34,9 +37,9 @@ def restore(engine, point: ResumePoint, ranks: Ranks, seed: int) -> str:
 
 
 def rewind(engine, path: Path, ranks: Ranks) -> None:
-    """Restore weights and optimizer states of a checkpoint; steps since then have no effect. Collective.
+    """Restore weights and optimizer states of a checkpoint, undoing the steps since then. Collective.
 
-    The steps stay counted: schedule, rates, counters and random states keep their present values.
+    The steps still count: schedule, rates, counters and random states keep their present values.
     """
     trainer = read_trainer(path)
     counters = {name: getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps")}
@@ -66,7 +69,7 @@ def _load(engine, point: ResumePoint, ranks: Ranks) -> str:
             )
         if loaded is None:
             raise RuntimeError(f"DeepSpeed loaded nothing from {point.path}")
-        line = f"resumed at step {point.step}, bit for bit where it stopped"
+        line = f"resumed at step {point.step}, with bit-identical state"
     else:
         from llava_ds.checkpoint.reshard import load_resharded
 

@@ -18,7 +18,7 @@ from llava_ds.files.writing import Entry, damage
 from llava_ds.runtime.ranks import Ranks, gather, local_ranks
 
 HASHING_THREADS = 8
-_WRITER = re.compile(r"(?:rank_|random-|layout-)([0-9]{1,6})")  # in the name of a rank's file
+_WRITER = re.compile(r"(?:rank_|random-|layout-)([0-9]{1,6})")  # pattern in the name of a rank's file
 
 
 class _Entry(TypedDict):
@@ -47,7 +47,7 @@ def problem_with(checkpoint: Path, hashed: bool = True) -> str | None:
 
 
 def shared_damage(checkpoint: Path, files: dict[str, Entry], ranks: Ranks) -> str | None:
-    """Return the same as problem_with for these files; every rank reads and hashes a share. Collective."""
+    """Return the problem with these files, like problem_with; every rank reads and hashes a share. Collective."""
     mine = {name: files[name] for name in shares(files, ranks.world_size)[ranks.rank]}
     found = [each for each in gather(_first_damage(checkpoint, mine), ranks) if each is not None]
     order = list(files)
@@ -55,7 +55,7 @@ def shared_damage(checkpoint: Path, files: dict[str, Entry], ranks: Ranks) -> st
 
 
 def shares(files: dict[str, Entry], num_ranks: int) -> list[list[str]]:
-    """Divide files over ranks: each gets its own (it reads them when it restores); others are divided by size."""
+    """Divide files over ranks: each gets its own files (which it reads to restore), the rest by size."""
     shared: list[list[str]] = [[] for _ in range(num_ranks)]
     loads, rest = [0] * num_ranks, []
     for name, entry in files.items():
@@ -96,7 +96,7 @@ def newest_whole(
 ) -> tuple[Path | None, list[str]]:
     """Find the newest checkpoint that verifies, with a line for every newer one that does not.
 
-    problem_of: returns the reason why a folder can't be used, or None.
+    problem_of: maps a folder to the reason why it can't be used, or None.
     """
     recover(output_dir)
     refused = []

@@ -58,7 +58,7 @@ FLAGS = {name: flag for section in SECTIONS for name, flag in declared_by(sectio
 
 def loaded(own: Mapping[str, ExtensionFlags], core: Iterable[object] = ()) -> dict[str, ExtensionFlags]:
     """Select the extensions of a run, in the table's order: those always on, requested by a flag of the core, or with a
-    flag that differs from its default. own: flags by extension; core: the sections of the core."""
+    flag off its default. own: flags by extension; core: the sections of the core."""
     values = {name: value for section in core for name, value in vars(section).items()}
     found = {name: flags_class(name)() for name in requested(values)}
     by_flags = {name: flags for name, flags in own.items() if not EXTENSIONS[name].adds and flags != type(flags)()}
@@ -109,7 +109,7 @@ class Arguments:
 
     @property
     def own_models(self) -> dict[str, Path]:
-        """Model folders named by flags of extensions."""
+        """Model folders that flags of extensions name."""
         flags = {name: flag for section in self.own.values() for name, flag in declared_by(section).items()}
         values = self.as_dict()
         return {name: Path(values[name]) for name in flags if flags[name].path == "model" and values[name] is not None}
@@ -172,7 +172,7 @@ class Arguments:
 
     @property
     def zeros(self) -> dict[str, str]:
-        """Meaning of a 0, by the extension's flag."""
+        """Effect of a 0, for flags of extensions that accept it."""
         return {name: what for flags in self.own.values() for name, what in flags.zeros.items()}
 
     @property

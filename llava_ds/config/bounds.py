@@ -11,7 +11,7 @@ from typing import Annotated
 
 from llava_ds.constants import ConfigError, in_short
 
-MOST = 2**31 - 1  # largest count: torch, numpy and C accept it everywhere
+MOST = 2**31 - 1  # largest count that torch, numpy and C all accept
 DEFAULT_SHARD_SIZE = "5GB"
 _SIZES = {"B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4}
 _UNITS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
@@ -72,7 +72,7 @@ def range_of_values(text: object) -> tuple[float, float] | None:
         low = high = math.nan
     if not (low < high and math.isfinite(low) and math.isfinite(high - low)):
         raise ConfigError(
-            f"{in_short(repr(text))} is not a range of values: give two that become black and white, the lower one "
+            f"{in_short(repr(text))} is not a range of values: give the values for black and white, the lower one "
             f"first, like 0,4095, or {OWN_RANGE} for each image's own"
         )
     return low, high
@@ -81,29 +81,28 @@ def range_of_values(text: object) -> tuple[float, float] | None:
 Whole = Annotated[int, Bounds(-MOST, MOST)]
 NotNegative = Annotated[int, Bounds(0, MOST)]
 Count = Annotated[int, Bounds(1, MOST)]
-Workers = Annotated[int, Bounds(0, 4096)]  # processes; a machine fails before its kernel's limit
-Seed = Annotated[int, Bounds(0, 2**32 - 1)]  # all that numpy accepts
+Workers = Annotated[int, Bounds(0, 4096)]  # number of processes: a machine fails before its kernel's limit
+Seed = Annotated[int, Bounds(0, 2**32 - 1)]  # the largest that numpy accepts
 Number = Annotated[float, Bounds()]
 AtLeastOne = Annotated[float, Bounds(1)]
 Rate = Annotated[float, Bounds(0)]
 Positive = Annotated[float, Bounds(0, above=True)]
-Seconds = Annotated[float, Bounds(0, 10**9)]  # the system's clocks and waits accept at most some 292 years
+Seconds = Annotated[float, Bounds(0, 10**9)]  # the system's clocks and waits accept at most 292 years
 Part = Annotated[float, Bounds(0, 1)]
 PartAboveZero = Annotated[float, Bounds(0, 1, above=True)]
 PartBelowOne = Annotated[float, Bounds(0, 1, below=True)]
 
 
 def bounds_of(section: type) -> dict[str, Bounds]:
-    """Collect the bounds of a dataclass's fields by name, for fields whose types have bounds (also in `Count |
-    None`)."""
+    """Collect bounds by field name, for the fields of a dataclass whose types have bounds (also in `Count | None`)."""
     assert is_dataclass(section)
     kinds = typing.get_type_hints(section, include_extras=True)
     return {name: bounds for name, kind in kinds.items() if (bounds := _bounds_in(kind)) is not None}
 
 
 def out_of_bounds(values: dict[str, object], sections: Iterable[type]) -> list[str]:
-    """Describe every number out of the bounds of its field, one line each. Words, which some fields also accept, are
-    skipped."""
+    """Describe every number out of the bounds of its field, one line each. Skips the words that some fields also
+    accept."""
     problems = []
     for name, bounds in (pair for section in sections for pair in bounds_of(section).items()):
         value = values[name]
@@ -132,7 +131,7 @@ def number(kind: type) -> Callable[[str], float]:
 def step_share_problem(name: str, value: float | None) -> Iterator[str]:
     """Describe a value that is not a valid number of steps, and not a fraction of all steps."""
     if value is not None and math.isfinite(value) and value >= 1 and value != int(value):
-        yield f"--{name} is {value:g}: give a whole number of steps, or a part of all steps below 1"
+        yield f"--{name} is {value:g}: give a whole number of steps, or a fraction of all steps, below 1"
 
 
 def seconds_of(text: str) -> int:
@@ -163,7 +162,7 @@ def json_object(text: str) -> dict:
 def _each_once(pairs: list[tuple[str, object]]) -> dict:
     keys = [key for key, _ in pairs]
     if twice := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"{in_short(twice[0])} stands there twice")
+        raise ValueError(f"{in_short(twice[0])} occurs twice")
     return dict(pairs)
 
 
@@ -174,13 +173,14 @@ def _finite(text: str) -> float:
 
 
 def in_a_line(message: str) -> str:
-    """Rewrite argparse's "argument --limit: is 0: ..." as "--limit is 0: ...", and put its own words after a colon."""
+    """Rewrite argparse's "argument --limit: is 0: ..." as "--limit is 0: ...", and put argparse's own words after a
+    colon."""
     pattern = r"^argument ([^\s:/]+)[^\s:]*:( (?:invalid|expected|ignored|not allowed) )?"
     return re.sub(pattern, lambda found: f"{found[1]}:{found[2]}" if found[2] else found[1], message)
 
 
 def takes(action: argparse.Action, value: str) -> bool:
-    """True if a misspelled flag with this value ("" for none) may have meant this flag."""
+    """True if a misspelled flag with this value ("" for none) may have been meant as this flag."""
     if not value or value.startswith("--"):
         return True
     if action.nargs == 0 or (value in ("True", "False") and not _is_switch(action)):

@@ -8,7 +8,7 @@ from llava_ds.config.bounds import MOST, Bounds, Count, NotNegative, Part, PartB
 from llava_ds.config.flags import flags_of
 from llava_ds.constants import MAX_IMAGE_PIXELS, PILLOW_MAX_PIXELS
 
-# Flags that choose an order of the samples, with its name in data/sample_order.py.
+# Flags that choose an order of the samples, and the order's name in data/sample_order.py.
 GROUPINGS = {
     "group_by_modality_length": "modality",
     "group_by_modality_length_auto": "modality_auto",
@@ -36,9 +36,7 @@ class DataArguments:
         path="pattern",
         remote=True,
     )
-    data_split: str | None = _data_free(
-        None, "Split of --data_path, such as train, where it is a folder that has several."
-    )
+    data_split: str | None = _data_free(None, "Split of --data_path, such as train, for a folder with several splits.")
     data_format: Literal["auto", "llava", "sharegpt", "messages", "texts", "question_answer", "caption"] = _data(
         "auto", "Format of a record's conversation; auto detects it from the first records and prints it."
     )
@@ -71,40 +69,40 @@ class DataArguments:
     )
     min_pixels: Count | None = _images(
         None,
-        "For ready models whose images keep their size: scale an image up to at least so many pixels. "
-        "Absent: as the model's image processor says.",
+        "For ready models whose images keep their size: scale an image up to at least this many pixels. Absent: as "
+        "the model's image processor says.",
     )
     max_pixels: Count | None = _images(
-        None, "The same: scale an image down to at most so many pixels, to bound its number of tokens."
+        None, "Likewise: scale an image down to at most this many pixels, to limit its tokens."
     )
     video_min_pixels: Count | None = _images(
         None,
-        "The same for videos. Pixels are those of a frame; where the model writes times between frames, "
-        "of all frames together. Absent: as the model's video processor says.",
+        "Likewise for videos: pixels of one frame or, if the model writes times between frames, of all frames "
+        "together. Absent: as the model's video processor says.",
     )
-    video_max_pixels: Count | None = _images(None, "The same: at most so many pixels of a video's frame, or frames.")
+    video_max_pixels: Count | None = _images(None, "Likewise: at most this many pixels per frame, or for all frames.")
     max_image_pixels: Annotated[int, Bounds(1, PILLOW_MAX_PIXELS)] = _images_free(
         MAX_IMAGE_PIXELS, "Images with more pixels are refused before decoding. The upper bound is Pillow's own."
     )
     fast_image_decoding: bool = _images(
         False,
-        "Resize images with torch in place of Pillow: about 3 times as many of LLaVA's images a second, and no value "
-        "differs by more than 2 of 255.",
+        "Resize images with torch instead of Pillow: about 3 times as fast for LLaVA's images; no value differs by "
+        "more than 2 of 255.",
     )
     image_value_range: str | None = _images(
         None,
         "Values of images with more than 8 bits (16 or 32 bits, floats) that become black and white: LOW,HIGH, like "
         "0,4095, or image for each image's own least and largest. Absent: 0 to 65,535 for 16 bits, 0 to 255 for "
-        "floats; the first lines say which images that leaves nearly black.",
+        "floats; the first lines name images that become nearly black.",
     )
-    video_fps: Count = _images(1, "Frames taken from each second of a video file.")
+    video_fps: Count = _images(1, "Frames per second to take from a video file.")
     frames_upbound: NotNegative = _images(
         32,
-        "Largest number of frames of a video; from a longer one they are taken evenly. 0 means no limit, "
-        "LLaVA-NeXT's own default, with which a long video may take any amount of memory.",
+        "Maximum number of frames per video, evenly spaced in a longer one. 0: no limit (LLaVA-NeXT's default); a "
+        "long video may then take any amount of memory.",
     )
     force_sample: bool = _images(
-        False, "Take --frames_upbound evenly spaced frames of every video file, also where --video_fps gives fewer."
+        False, "Take --frames_upbound evenly spaced frames of every video file, even if --video_fps gives fewer."
     )
     mm_spatial_pool_stride: Count = _images(
         2, "Side of the squares of video features that are pooled into one; 1 pools nothing."
@@ -127,10 +125,10 @@ class DataArguments:
         path="pattern",
         remote=True,
     )
-    eval_data_split: str | None = _eval_free(None, "Split of --eval_data_path, where it is a folder that has several.")
+    eval_data_split: str | None = _eval_free(None, "Split of --eval_data_path, for a folder with several splits.")
     eval_fraction: PartBelowOne = _eval(
         0.0,
-        "Fraction of the samples that is kept out of training, to compute the eval loss on; --data_seed draws them.",
+        "Fraction of the samples to hold out of training for the eval loss, drawn with --data_seed.",
     )
     on_unmarked_image: Literal["refuse", "prepend", "text"] = _data(
         "prepend",
@@ -140,16 +138,14 @@ class DataArguments:
     )
     bbox_type: BboxType = _data(
         "real",
-        "Coordinates of boxes and points under objects of a record (docs/grounding.md) that don't say it themselves: "
-        "real, in pixels of the image; norm1, from 0 to 1 of its width and height; norm1000, from 0 to 1000. They are "
+        "Coordinates of boxes and points under 'objects' in records without a bbox_type (docs/grounding.md): real, "
+        "in pixels of the image; norm1, from 0 to 1 of its width and height; norm1000, from 0 to 1000. They are "
         "rescaled for the model's family.",
     )
     on_bad_sample: Literal["skip", "stop"] = _data_free(
         "skip", "Treatment of records and images that can't be used: skip them, or end the run at the first."
     )
-    max_bad_fraction: Part = _data_free(
-        0.01, "End the run when more than this fraction of the records would be skipped."
-    )
+    max_bad_fraction: Part = _data_free(0.01, "End the run if more than this fraction of the records would be skipped.")
     shuffle: bool = _order(True, "Draw the samples in random order; False keeps the order of the files.")
     group_by_modality_length: bool = _order(
         False, "Group samples of similar length and kind (text, images) into a step, in the order of LLaVA's sampler."
@@ -162,15 +158,15 @@ class DataArguments:
     )
     group_by_varlen: bool = _order(
         False,
-        "Group samples of similar length in the order of LLaVA-NeXT's sampler; the groups depend on "
+        "Group samples of similar length, in the order of LLaVA-NeXT's varlen sampler; the groups depend on "
         "--gradient_accumulation_steps.",
     )
     group_by_length_bucket: bool = _order(
-        False, "Group samples of similar length in tokens, every step from one bucket: more even than the orders above."
+        False, "Group samples of similar length in tokens, each step from one bucket: more even than the orders above."
     )
     preprocessing_num_workers: Annotated[int, Bounds(1, 4096)] | None = _data_free(
         None,
-        "Processes of a machine that check and encode the data, and look for changed images. Absent: one per core.",
+        "Processes per machine that check and encode the data, and look for changed images. Absent: one per core.",
         per_machine=True,
     )
     cache_dir: str = _data_free(
@@ -181,6 +177,6 @@ class DataArguments:
     )
     dataloader_num_workers: Workers | None = _data_free(
         None,
-        "Processes per rank that decode images ahead; 0 decodes between steps. Absent: 4 with a GPU, 0 without.",
+        "Processes per rank that decode images ahead; 0: decode between steps. Absent: 4 with a GPU, 0 without.",
         per_machine=True,
     )

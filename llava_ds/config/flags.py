@@ -47,20 +47,17 @@ HfArg, HfArgumentParser, string_to_bool = _parser.HfArg, _parser.HfArgumentParse
 class Flag:
     """Metadata of a flag besides type, bounds, default and help.
 
-    group: a key of GROUPS, or an extension's name.
-    path: None for a flag that is not a path. model: a model's folder, which might be mistaken for a name on the hub;
-    pattern: a file or folder, or a pattern like shard-*.tar; output: a folder that can be created; unchecked: checked
-    later.
-    remote: the path may also be the URL of an object in a store.
-    only_to_train: the path is checked only for training, not for scripts that merely read the flags.
-    resume: the values allowed in a resumed run. compared: the checkpoint's, unless --allow_changed_flags names the
-    flag; free: any, because the model stays the same (for a path, the contents are compared); rewind: any, unless the
-    run may go back to a checkpoint and the flag thus affects steps; layout: any, if the loss does not depend on the
-    layout; placement: any, because the layout stays the same.
-    per_machine: each machine may have another value. Paths may always differ.
-    shares_samples: the value is a number of ranks with the same samples.
-    of_micro_batch: the loss depends on the layout if the value is not the default.
-    goes_with: for an extension's flag: which of the values that the extension adds to a flag of the core use it.
+    group: a key of GROUPS, or an extension's name. path: None for a flag that is not a path. model: a model's folder,
+    which might be mistaken for a name on the hub; pattern: a file or folder, or a pattern like shard-*.tar; output: a
+    folder that can be created; unchecked: checked later. remote: the path may also be the URL of an object in a store.
+    only_to_train: the path is checked only for training, not for scripts that merely read the flags. resume: the values
+    allowed in a resumed run. compared: the checkpoint's, unless --allow_changed_flags names the flag; free: any,
+    because the model stays the same (for a path, the contents are compared); rewind: any, unless the run may rewind to
+    a checkpoint and so make the flag affect steps; layout: any, if the loss does not depend on the layout; placement:
+    any, because the layout stays the same. per_machine: each machine may have another value. Paths may always differ.
+    shares_samples: the value is a number of ranks with the same samples. of_micro_batch: the loss depends on the layout
+    if the value is not the default. goes_with: for an extension's flag: which of the values that the extension adds to
+    a flag of the core use it.
     """
 
     group: str
@@ -75,10 +72,8 @@ class Flag:
 
 
 def flags_of(group: str, **about: object) -> tuple[Callable[..., object], Callable[..., object]]:
-    """Build two functions that declare fields as flags of a group. A resumed run may freely change flags of the second.
-
-    about: further fields of Flag for all these flags.
-    """
+    """Build two functions that declare fields as flags of a group; a resumed run may freely change the second's
+    flags."""
     return partial(_declare, group=group, **about), partial(_declare, group=group, resume="free", **about)
 
 
@@ -91,6 +86,6 @@ def _declare(
 
 
 def joined(value: str | list[str] | None) -> str | None:
-    """Join words with commas; None for none."""
+    """Join words with commas; None for an empty list."""
     words = [value] if isinstance(value, str) else value or []
     return ",".join(word for each in words for word in each.replace(",", " ").split()) or None

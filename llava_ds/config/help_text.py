@@ -23,7 +23,7 @@ def help_text(parser: argparse.ArgumentParser, topic: str | None) -> str:
     formatter.add_usage(f"{parser.prog} [--recipe FILE] [--name value ...]", [], [])
     formatter.add_text(parser.description)
     actions: dict[tuple, argparse.Action] = {}
-    for action in parser._actions:  # the first of --name and --no_name; each of a name in several extensions
+    for action in parser._actions:  # spell each flag once: --name, not --no_name; shared names, only once
         actions.setdefault((action.dest, action.flag and action.flag.group), action)
     titles = {name: f"{name}: {trigger.title}" for name, trigger in EXTENSIONS.items()}
     titles = {topic: titles[topic]} if topic in titles else {**GROUPS, **(titles if topic == "all" else {})}

@@ -72,18 +72,20 @@ class ModelArguments:
     unfreeze_mm_vision_tower: bool = _trainable(False, "Also train the vision tower.")
     mm_tunable_parts: str | None = _trainable(
         None,
-        "Parts that train, in place of the four flags before: any of mm_vision_tower, mm_mlp_adapter and "
+        "Parts that train, instead of the four flags before: any of mm_vision_tower, mm_mlp_adapter and "
         "mm_language_model, separated by commas (LLaVA-NeXT).",
     )
     tune_mm_vision: bool | None = _trainable(
-        None, "With the next two: the parts that train, in place of the flags before (a vendor's names). The tower."
+        None, "Train the tower. With the next two flags (a vendor's names), replaces the flags before."
     )
     tune_mm_mlp: bool | None = _trainable(None, "The projector.")
     tune_mm_llm: bool | None = _trainable(None, "The language model.")
     unfreeze_topk_llm: NotNegative = _trainable(
-        0, "Train the last so many layers of a language model that other flags freeze."
+        0, "Number of last layers to train in a language model that other flags freeze."
     )
-    unfreeze_topk_vision: NotNegative = _trainable(0, "The same of the vision tower: of its layers that are computed.")
+    unfreeze_topk_vision: NotNegative = _trainable(
+        0, "Likewise for the vision tower, counting only layers that are computed."
+    )
     version: str = _model(
         "v1",
         "Conversation template (ready models bring their own): plain (stage 1), v1 (Vicuna), llava_v0, llama_2, "
@@ -111,9 +113,9 @@ class ModelArguments:
     )
     resize_token_embeddings: bool = _model(
         False,
-        "Add a row to the input embedding and the output layer for every token of the tokenizer that has none, as for "
-        "tokens that were added to its files. New rows start as the mean of the others and train with the language "
-        "model. No row is cut off. Absent: records that spell such a token are rejected.",
+        "Add a row to the input embedding and the output layer for every token of the tokenizer that lacks one, such "
+        "as tokens added to its files. New rows start as the mean of the others and train with the language model. "
+        "Rows are never removed. Absent: records that spell such a token are rejected.",
     )
     pad_embeddings_to_multiple_of: Count | None = _model(
         None,
@@ -152,7 +154,7 @@ TUNING_FLAGS = {"tune_mm_vision": "vision_tower", "tune_mm_mlp": "projector", "t
 
 
 def adapted_parts(model: ModelArguments) -> frozenset[str]:
-    """Parts with adapters: an extension trains additional layers in them. From vision_tower, projector and
+    """Parts with adapters, where an extension trains additional layers. From vision_tower, projector and
     language_model."""
     return frozenset(part for flags in model.own.values() for part in flags.adapted_parts)
 

@@ -11,11 +11,11 @@ from llava_ds.extensions.table import EXTENSIONS
 
 
 def by_name(names: Mapping[str, str]) -> dict[str, str]:
-    """Invert a mapping from text to flag names (separated by spaces)."""
+    """Invert a mapping from texts to flag names (separated by spaces)."""
     return {name: said for said, together in names.items() for name in together.split()}
 
 
-# Other trainers' names of our flags, for cases where the most similar name would mislead.
+# Other trainers' names for our flags, where the most similar of our names would mislead.
 ELSEWHERE = by_name(
     {
         "--data_path": (
@@ -88,15 +88,15 @@ NOT_HERE = by_name(
         "losses are always computed in float32": "--compute_fp32_loss",
         "the template of --version ends every answer": "--add_eot_token",
         "every loss is logged": "--print_loss",
-        "the eval loss is of all eval samples": "--eval_iters",
+        "the eval loss is the mean over all eval samples": "--eval_iters",
         "language models use the dropout of their config.json, usually none": "--disable_dropout --dropout",
     }
 )
 
 
 def unknown_flags(unknown: list[str], known: Mapping[str, argparse.Action | None]) -> Iterator[str]:
-    """Yield a line for every flag unknown to the parser, with our name for it. known: all options with their actions;
-    None for options of another parser."""
+    """Yield a line for every flag that the parser does not know, with our name for it. known: all options with their
+    actions; None for options of another parser."""
     after_flag = False
     sections = list(map(flags_class, EXTENSIONS))
     elsewhere = ELSEWHERE | {name: ours for each in sections for name, ours in by_name(each.other_names).items()}
@@ -109,7 +109,7 @@ def unknown_flags(unknown: list[str], known: Mapping[str, argparse.Action | None
             continue
         after_flag = "=" not in token
         if flag in not_here:
-            yield f"unknown flag {flag}: leave it out, for {not_here[flag]}"
+            yield f"unknown flag {flag}: leave it out, because {not_here[flag]}"
             continue
         value = value if has_value else after
         useful = {name: action for name, action in known.items() if name.removeprefix("--") not in WITHOUT_EFFECT}

@@ -1,4 +1,4 @@
-"""Flags of LLaVA's scripts that are accepted without effect, and the words of flags that Hugging Face's scripts share.
+"""Flags of LLaVA's scripts that have no effect here, and values that Hugging Face's scripts also use.
 
 config/other_names.py has the flags of other trainers that have another name here.
 """
@@ -20,7 +20,7 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "image_split_resolution": (None, "it belongs to ways of cropping images that are not supported"),
     "lazy_preprocess": (None, "images are always decoded when they are needed, and text is encoded once"),
     "is_multimodal": (None, "text-only records are always allowed"),
-    "early_mix_text": (NO, "--group_by_modality_length always gives text-only records steps of their own"),
+    "early_mix_text": (NO, "--group_by_modality_length always puts text-only records in separate steps"),
     "add_time_instruction": (NO, "writing a video's times before its question is not supported yet"),
     "dataloader_drop_last": (None, "no sample is dropped, the last step of an epoch may be smaller"),
     "attn_implementation": (None, "the fastest attention that this machine has is chosen"),

@@ -52,7 +52,7 @@ class _Parser(HfArgumentParser):
         raise ConfigError("\n".join([*(self.wrong or ()), in_a_line(message)]))
 
     def _get_value(self, action: argparse.Action, text: str) -> object:
-        """Convert a text, and check the choices."""
+        """Convert a text and check the choices."""
         try:
             value = super()._get_value(action, text)
             super()._check_value(action, value)
@@ -117,16 +117,16 @@ def build_parser(extensions: Iterable[str] = EXTENSIONS) -> HfArgumentParser:
     parser = _Parser(
         sections,
         description="Train a LLaVA.",
-        epilog="SIGTERM, SIGINT, SIGUSR1 and a closed terminal (SIGHUP, without nohup) save at the next step and "
-        "exit; a second of the first two exits at once. "
-        f"Exit codes: 0 finished, {EXIT_BAD_INPUT} the input can't be used, {EXIT_STOPPED} stopped on request: the "
-        f"same command resumes, {EXIT_NOT_RESUMABLE} stopped on request, and the saved files can't be resumed from "
-        "(--save_only_model, --save_strategy no) (docs/checkpoints.md).",
+        epilog="SIGTERM, SIGINT, SIGUSR1 and a closed terminal (SIGHUP, without nohup) save at the next step and exit; "
+        f"a second SIGTERM or SIGINT exits at once. Exit codes: 0 finished, {EXIT_BAD_INPUT} the input can't be "
+        f"used, {EXIT_STOPPED} stopped on request: the same command resumes, {EXIT_NOT_RESUMABLE} stopped on "
+        "request, and the saved files can't be resumed from (--save_only_model, --save_strategy no) "
+        "(docs/checkpoints.md).",
         allow_abbrev=False,
         add_help=False,
     )
     topic = (
-        "Show the core's flags and the names of extensions; with an extension's name its flags, with all everything."
+        "Show the core's flags and the names of extensions. With an extension's name: its flags; with all: every flag."
     )
     parser.add_argument("-h", "--help", action=_Help, nargs="?", metavar="NAME|all", help=topic)
     for trigger in EXTENSIONS.values():
@@ -147,7 +147,7 @@ def build_parser(extensions: Iterable[str] = EXTENSIONS) -> HfArgumentParser:
 def parse_arguments(
     argv: list[str], defaults: dict[str, object] | None = None, to_train: bool = True, own_flags: Collection[str] = ()
 ) -> tuple[Arguments, list[str]]:
-    """Parse and check the flags. Returns them with ~ in paths expanded, and a line for every given flag without effect.
+    """Parse and check the flags. Returns them with ~ in paths expanded, and a line for each given flag without effect.
 
     argv: the command line without the program's name; defaults: flags below the recipe in precedence, which do not
     count as given; to_train: also check requirements of training; own_flags: the script's other flags, for hints at
@@ -165,8 +165,7 @@ def parse_arguments(
 
 
 def recipe_values(argv: list[str], defaults: dict[str, object] | None = None) -> dict[str, str]:
-    """Describe each flag that comes from a recipe and not from the command line in a sentence: its value and the
-    recipe.
+    """Describe in a sentence each flag that a recipe sets and the command line does not: its value and the recipe.
 
     defaults: from the tiny model's recipe. Raises ConfigError for a recipe that can't be read.
     """
@@ -227,7 +226,8 @@ def _parsed(
     not_supported, notes = without_effect(rest)
     problems += [*not_supported, *problems_of(args, to_train)]
     if wrong:
-        # Other problems of these flags, and of the flags that were meant, may not apply to the right values.
+        # Don't report further problems of these flags, or of flags that may have been meant: correct values may not
+        # have them.
         unsure = set(_flags_in("\n".join(wrong)))
         raise ConfigError("\n".join([*wrong, *(each for each in problems if unsure.isdisjoint(_flags_in(each)))]))
     if problems:
@@ -279,7 +279,7 @@ def _with_full_paths(args: Arguments) -> Arguments:
 
 
 def _converted(args: Arguments) -> tuple[Arguments, list[str]]:
-    """Convert flags that accept words in addition to numbers or True and False. Also returns a line for each invalid
+    """Convert flags that take words as well as numbers or True and False. Also returns a line for each invalid
     value."""
     values, problems = {}, []
     word = args.training.gradient_checkpointing
@@ -328,13 +328,13 @@ def _trackers(value: str | list[str] | None) -> tuple[str | None, list[str]]:
 def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
     """Select the tiny model's recipe for the stage of a command line; empty if the user names a model or a recipe.
 
-    No eval samples are split off the user's own data, or where answers are drawn, unless a flag says so.
+    Eval samples are not split off the user's own data, or when answers are drawn, unless a flag requests it.
     """
     flags = _written(argv)
     if flags & {"model_name_or_path", "recipe"}:
         return {}
     _load_plugins(argv)
-    tokens = [token for token in argv if token not in ("-h", "--help")]  # help comes later, with all sections
+    tokens = [token for token in argv if token not in ("-h", "--help")]  # --help is handled later, with all sections
     parser = build_parser(())
     parser.wrong = []  # parse_arguments reports these
     written = parser.parse_known_args(tokens)[0]

@@ -29,11 +29,11 @@ from llava_ds.extensions.table import EXTENSIONS, Trigger
 
 # Flags of the core to which a plugin adds a value, its own name, through Extension.choices.
 CHOICES = {"mm_projector_type": ProjectorKind}
-# Slots that need an entry in the table; only a folder has one.
+# Slots that need an entry in the extension table, so only a folder can have them.
 OF_FOLDERS = ("store", "folder", "open_folder", "text")
 CALLED = ("check", "fits", "plan", "open_data", "complete", "module", "objective")
 VALUES = {"fields": RecordFields, "adapter": Adapter, "state": StatePart, "mesh": MeshPart}
-NOT_TRIED = "a plugin whose Flags name no needs counts as not tried with this"
+NOT_TRIED = "a plugin whose Flags define no needs counts as untested with this"
 UNTRIED = dict.fromkeys(("whole_matrices", "whole_layers", "whole_sample", "one_model"), NOT_TRIED)
 
 
@@ -49,10 +49,7 @@ def load_named(argv: Sequence[str], recipe: object = None) -> None:
 
 
 def load(files: Iterable[str]) -> None:
-    """Load plugins, and forget others that an earlier run in this process had. Raises ConfigError.
-
-    Several paths in a text are separated by commas.
-    """
+    """Load plugins, and forget plugins that an earlier run in this process loaded. Raises ConfigError."""
     given = [_read(file.strip()) for text in files for file in text.split(",")]
     for name in active.plugins():
         if all((EXTENSIONS[name].file, EXTENSIONS[name].digest) != (str(one.path), one.digest) for one in given):
@@ -104,7 +101,7 @@ def _load(name: str, file: _File) -> None:
             active.refuse_unknown(vars(type(value)), type(value).__base__, f"{where}: {type(value).__name__}")
     for flag, kind in extension.choices.items():
         if flag not in CHOICES:
-            known = f"a plugin adds its name to the values of {', '.join(CHOICES)}"
+            known = f"a plugin can only add its name to the values of {', '.join(CHOICES)}"
             raise ConfigError(f"{where}: nothing reads choices of {flag!r}: {did_you_mean(flag, CHOICES, known)}")
         if not isinstance(kind, CHOICES[flag]):
             raise ConfigError(
@@ -137,10 +134,12 @@ def _load(name: str, file: _File) -> None:
 
 
 def _check_slots(extension: Extension, where: str) -> None:
-    """Raise ConfigError for a slot with a value that nothing could use."""
+    """Raise ConfigError for a slot whose value can't be used."""
     for slot in OF_FOLDERS:
         if getattr(extension, slot) is not None:
-            raise ConfigError(f"{where}: nothing calls {slot} of a plugin: it is for folders of llava_ds/extensions")
+            raise ConfigError(
+                f"{where}: {slot} of a plugin is never called: only folders of llava_ds/extensions have it"
+            )
     for slot in CALLED:
         if (value := getattr(extension, slot)) is not None and not callable(value):
             raise ConfigError(f"{where}: {slot}: give a function with the arguments in extensions/base.py's Extension")
@@ -151,7 +150,7 @@ def _check_slots(extension: Extension, where: str) -> None:
 
 
 def _named(extension: Extension, where: str) -> Extension:
-    """Return the extension with builders whose errors name their slot, and not a folder that was being opened."""
+    """Return the extension with builders whose errors name their slot, not the folder being opened."""
 
     def named(build: Callable, slot: str, *given: object) -> object:
         try:
@@ -174,7 +173,7 @@ def _run(name: str, file: _File) -> ModuleType:
     module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(full, path))
     sys.modules[full] = module
     try:
-        # Not the loader: it would read the file again, and the digest has to be of the code that runs.
+        # Don't use the loader: it would read the file again, and the digest must match the code that runs.
         exec(compile(file.source, path, "exec"), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[full]
@@ -225,7 +224,7 @@ def _requested_by(flags: ExtensionFlags, where: str) -> str:
 def _problems(
     flags: ExtensionFlags, plain: Callable, extension: Extension, where: str, args: Arguments
 ) -> Iterator[str]:
-    """Yield the flags' own problems, and those of slots that other features would ignore."""
+    """Yield the problems of the flags, and of slots that other features would ignore."""
     yield from plain(flags, args)
     adapted, objective = (
         sorted(part for own in args.own.values() for part in own.adapted_parts),
@@ -234,7 +233,7 @@ def _problems(
     if extension.module is not None and adapted:
         yield f"{where} has a module, but the export of an adapter ({', '.join(adapted)}) can't hold it: leave one out"
     if extension.fields is not None and extension.fields.names and objective != "sft":
-        yield f"{where} reads fields of records, which --objective {objective} does not hand on: give sft"
+        yield f"{where} reads fields of records, but --objective {objective} does not pass them on: give sft"
 
 
 def _refuse_taken(names: Iterable[str], where: str) -> None:

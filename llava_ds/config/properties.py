@@ -67,7 +67,7 @@ def _ways_to_train(args: Arguments) -> Iterator[Feature]:
     """Yield features about which parts train."""
     model = args.model
     if "language_model" not in trained_parts(model) | adapted_parts(model):
-        yield Feature("--tune_mm_mlp_adapter or another flag of what trains", breaks=("trained_layers",))
+        yield Feature("--tune_mm_mlp_adapter or another flag that chooses trained parts", breaks=("trained_layers",))
     for flag in ("unfreeze_topk_llm", "unfreeze_topk_vision"):
         if count := getattr(model, flag):
             yield Feature(f"--{flag} {count}", breaks=("trained_layers",))

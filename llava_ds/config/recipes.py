@@ -8,7 +8,7 @@ from llava_ds.constants import ConfigError, in_short
 from llava_ds.files.writing import path_problem
 
 _PACKAGE = Path(__file__).parents[1]
-# Next to the package in a checkout; inside it after pip install (setup.py).
+# In a checkout next to the package, after pip install inside it (setup.py).
 _ROOT = _PACKAGE if (_PACKAGE / "run").is_dir() else _PACKAGE.parent
 RUN = _ROOT / "run"
 RECIPES = RUN / "recipes"

@@ -25,7 +25,7 @@ from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.files.urls import is_remote, local_path
 from llava_ds.files.writing import can_be_made, path_problem, utf8_problem
 
-CHOOSE_DS_CONFIG = "auto"  # value of --deepspeed_config; a file of that name is ./auto
+CHOOSE_DS_CONFIG = "auto"  # value of --deepspeed_config; for a file of that name, write ./auto
 _HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 _HUB_HINT = "; if it is a name on the hub, download it (hf download NAME --local-dir FOLDER) and give its folder"
 
@@ -48,7 +48,7 @@ PART_FLAGS = (
     "unfreeze_mm_vision_tower",
 )
 
-# Likely intention of a 0 for flags that don't accept it.
+# Likely intention of a 0, for flags that refuse it.
 INSTEAD_OF_ZERO = {
     "save_steps": "--save_strategy no saves no checkpoints",
     "save_total_limit": "leave it out to keep all checkpoints",
@@ -121,7 +121,7 @@ def _missing_paths(args: Arguments, only_to_train: bool) -> Iterator[str]:
 
 
 def missing_path(name: str, value: str, kind: str, remote: bool = False) -> str | None:
-    """Complete a message about a path that is missing or unsuitable for its flag; None if it is fine.
+    """Complete a message about a path that is missing or unsuitable for its flag; None if the path is fine.
 
     kind: the flag's Flag.path; remote: its Flag.remote.
     """
@@ -184,7 +184,7 @@ def sample_order(args: Arguments) -> Iterator[str]:
     if len(groupings) > 1:
         yield f"--{' and --'.join(groupings)} are orders that exclude each other: choose one"
     if groupings and not args.data.shuffle:
-        yield f"--shuffle False keeps the files' order, --{groupings[0]} makes another: choose one"
+        yield f"--shuffle False keeps the files' order, --{groupings[0]} changes it: choose one"
 
 
 def needed_flags(args: Arguments) -> Iterator[str]:
@@ -204,7 +204,7 @@ def needed_flags(args: Arguments) -> Iterator[str]:
                 "give that, or leave it out"
             )
     if model.model_name_or_path is not None and args.data.data_path is None:
-        yield "--data_path is missing: the generated scenes go with the tiny model only; name your records"
+        yield "--data_path is missing: name your records (the generated scenes are for the tiny model only)"
 
 
 def precision_and_memory(args: Arguments) -> Iterator[str]:
@@ -225,8 +225,7 @@ def steps_and_layout(args: Arguments) -> Iterator[str]:
         yield f"--warmup_steps is {steps}: give a whole number, or their part of all steps from 0 to below 1"
     if training.tokens_per_micro_batch is not None and training.loss_reduction != "token":
         yield (
-            "--loss_reduction micro_batch depends on the layout, which --tokens_per_micro_batch changes: give one of "
-            "them"
+            "--loss_reduction micro_batch depends on the layout, but --tokens_per_micro_batch changes it: give only one"
         )
     if training.tokens_per_micro_batch is not None and training.steps_across_epochs:
         yield (
@@ -253,8 +252,8 @@ def evaluations(args: Arguments) -> Iterator[str]:
     yield from step_share_problem("eval_steps", training.eval_steps)
     if training.eval_strategy in ("steps", "epoch") and training.eval_steps == 0 and "eval_steps" in args.given:
         yield (
-            f"--eval_steps 0 and --eval_strategy {training.eval_strategy}: the one computes the eval loss at the end "
-            "only, the other also before: give only one"
+            f"--eval_steps 0 and --eval_strategy {training.eval_strategy}: the first computes the eval loss only at "
+            "the end, the second also before: give only one"
         )
     remedy = "computes the loss on eval samples: also give --eval_data_path or --eval_fraction"
     if training.eval_steps and not args.evaluates and training.eval_strategy is None:
@@ -268,10 +267,7 @@ def evaluations(args: Arguments) -> Iterator[str]:
 def checkpoints(args: Arguments) -> Iterator[str]:
     training = args.training
     if training.save_only_model and training.save_strategy == "no":
-        yield (
-            "--save_only_model True and --save_strategy no: the one says how checkpoints are saved, the other that "
-            "none is, give only one"
-        )
+        yield ("--save_only_model True and --save_strategy no: the second saves no checkpoints: give only one")
     if training.save_only_model and training.async_save:
         yield (
             "--save_only_model True and --async_save True: --async_save goes with checkpoints of the whole training "
@@ -283,7 +279,7 @@ def trainable_parts(args: Arguments) -> Iterator[str]:
     """Yield contradictions about a trained part."""
     model, parts = args.model, trained_parts(args.model)
     if model.version == "plain" and "language_model" in parts:
-        yield "--version plain is the template of stage 1: give --tune_mm_mlp_adapter True with it, or --version v1"
+        yield "--version plain is stage 1's template: also give --tune_mm_mlp_adapter True, or give --version v1"
     four = ("tune_mm_mlp_adapter", "freeze_mm_mlp_adapter", "freeze_backbone", "unfreeze_mm_vision_tower")
     if model.mm_tunable_parts is not None:
         for name in (name.strip() for name in model.mm_tunable_parts.split(",")):
@@ -334,7 +330,7 @@ def rows_of_tokens(args: Arguments) -> Iterator[str]:
 
 
 def last_layers(args: Arguments) -> Iterator[str]:
-    """Check for last layers of parts that train completely, or that have adapters."""
+    """Check flags for last layers against parts that train completely, or that have adapters."""
     model, chosen = args.model, chosen_parts(args.model)
     by_parts, by_tuning = model.mm_tunable_parts is not None, any(getattr(model, name) for name in TUNING_FLAGS)
     freezing = {
@@ -344,14 +340,14 @@ def last_layers(args: Arguments) -> Iterator[str]:
     for flag, (part, plain, tuning) in freezing.items():
         remedy = "--mm_tunable_parts without it" if by_parts else tuning if by_tuning else plain
         if getattr(model, flag) and part in chosen and not adapted_parts(model):
-            yield f"--{flag} unfreezes layers of the {part.replace('_', ' ')}, all of which trains: give {remedy}"
+            yield f"--{flag} unfreezes layers of the {part.replace('_', ' ')}, but all of it trains: give {remedy}"
 
 
 def objectives(args: Arguments) -> Iterator[str]:
     """Check flags that only apply to another objective."""
     training, objective = args.training, args.training.objective
     if args.traits.one_answer and training.loss_reduction != "token":
-        yield f"--loss_reduction micro_batch is for --objective sft, which is {objective}: leave it out"
+        yield f"--loss_reduction micro_batch is for --objective sft, not {objective}: leave it out"
     if args.traits.one_answer and args.model.version == "plain":
         yield "--version plain is for captions, with one answer each: name the template of the model's conversations"
 
@@ -368,8 +364,7 @@ def misplaced(args: Arguments) -> Iterator[str]:
         for flag, wanted in known.items():
             if values[flag] not in wanted:
                 yield (
-                    f"--{name} belongs to --{flag} {' and '.join(wanted)}, which is {values[flag]}: leave one of them "
-                    "out"
+                    f"--{name} belongs to --{flag} {' and '.join(wanted)}, not {values[flag]}: leave one of them out"
                 )
 
 

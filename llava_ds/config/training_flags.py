@@ -57,7 +57,7 @@ class TrainingArguments:
     )
     plugin: str | None = _run(
         None,
-        "Python files with ideas of your own, each an extension (docs/plugins.md). Their code runs.",
+        "Python files with your own extensions (docs/plugins.md). Their code is run.",
         path="unchecked",
         argparse={"nargs": "+", "action": "extend"},
     )
@@ -71,8 +71,8 @@ class TrainingArguments:
     gradient_accumulation_steps: Count = _steps(1, "Micro-batches per optimizer step.", resume="layout")
     train_batch_size: Count | None = _steps(
         None,
-        "Samples per optimizer step over all ranks. If given, accumulation follows from it, so that any number of "
-        "ranks gives the same run, and --per_device_train_batch_size is an upper bound.",
+        "Samples per optimizer step over all ranks. If given, accumulation is computed from it, so that the run is "
+        "the same on any number of ranks; --per_device_train_batch_size is then an upper bound.",
     )
     tokens_per_micro_batch: Count | str | None = _steps(
         None,
@@ -83,8 +83,8 @@ class TrainingArguments:
     )
     steps_across_epochs: bool | None = _steps(
         None,
-        "Where the samples don't divide into steps, as LLaVA's trainer does: let a step continue into the next epoch "
-        "in place of ending the epoch with a smaller step, fill ranks up from the epoch's first samples, and drop the "
+        "If the samples don't divide into steps, do as LLaVA's trainer: let a step continue into the next epoch "
+        "instead of ending the epoch with a smaller step, fill ranks up with the epoch's first samples, and drop the "
         "rest at the end. Absent: only with --loss_reduction micro_batch, as for LLaVA's curves.",
     )
     optim: str = _optimizer(
@@ -134,14 +134,14 @@ class TrainingArguments:
     tf32: bool = _speed(
         False,
         "Allow TF32 for fp32 matrix products and convolutions on CUDA: faster, with 10 bits of mantissa. Export's "
-        "comparison is always made without.",
+        "comparison never uses it.",
     )
     deterministic: bool = _speed_free(
         False,
-        "Compute on GPUs by kernels that give the same bits each time, so that a resumed run equals the whole one bit "
-        "for bit. Slower; operations without such a kernel are refused. CPUs do without the flag.",
+        "Use GPU kernels that give the same bits every time, so that a resumed run equals an uninterrupted one bit "
+        "for bit. Slower; operations without such a kernel are refused. CPUs don't need the flag.",
     )
-    # Recomputation changes no result: a run that ran out of memory is resumed with other values.
+    # Recomputation changes no result, so a run that ran out of memory may resume with another value.
     gradient_checkpointing: str = _speed_free(
         "off",
         "Activation checkpointing: layers of the language model (and of a tower that trains) whose activations are "
@@ -154,23 +154,23 @@ class TrainingArguments:
     )
     activation_memory_gb: Positive | None = _speed_free(
         None,
-        "GB (10^9 bytes) of each device for the activations of a micro-batch, for --gradient_checkpointing auto and "
+        "GB (10^9 bytes) per device for the activations of a micro-batch, for --gradient_checkpointing auto and "
         "--tokens_per_micro_batch auto. Absent: all free memory. For a GPU that is shared.",
     )
     seed: Seed = _optimizer(42, "Seed of initialisation and dropout.")
     data_seed: Seed | None = _order(None, "Seed of the sample order. Absent: --seed.")
     watchdog_start_s: Seconds = _failures_free(
         1800.0,
-        "Seconds without progress on any rank, before the first step, after which the run is ended and the slowest "
-        "rank is named (0: never).",
+        "Before the first step: end the run, and name the slowest rank, after this many seconds without progress on "
+        "any rank (0: never).",
     )
     watchdog_step_s: Seconds = _failures_free(
         480.0,
-        "The same for an optimizer step. A step may also take four times the longest so far, and the first one "
+        "Likewise for an optimizer step. A step may also take four times the longest so far, and the first step "
         "--watchdog_start_s. Stay below DEEPSPEED_TIMEOUT (10 minutes), after which NCCL ends a rank without naming "
         "it.",
     )
-    watchdog_save_s: Seconds = _failures_free(1800.0, "The same for a save, and for the export at the end.")
+    watchdog_save_s: Seconds = _failures_free(1800.0, "Likewise for a save, and for the export at the end.")
     eval_strategy: Literal["no", "steps", "epoch"] | None = _eval_free(
         None,
         "When to compute the eval loss (of --eval_data_path or --eval_fraction), in addition to the end of the run. "
@@ -183,7 +183,7 @@ class TrainingArguments:
         "Optimizer steps between evals; below 1 a fraction of all steps, rounded up. Absent or 0: only at the end, or "
         "with --eval_strategy steps: --logging_steps.",
     )
-    logging_steps: Count = _logging(1, "Steps between readings of the loss.", resume="rewind")
+    logging_steps: Count = _logging(1, "Optimizer steps between log lines.", resume="rewind")
     report_to: str | None = _logging_free(
         None,
         "Trackers for the curves, in addition to metrics.jsonl, metrics.csv and loss.png (always written): any of "
@@ -221,13 +221,13 @@ class TrainingArguments:
     )
     max_skipped_steps: Count = _failures_free(
         20,
-        "Consecutive steps with a loss or gradients that are not finite, and thus without an update, after which the "
-        "run stops. --fp16 searches its loss scale by such steps.",
+        "End the run after this many consecutive steps without an update because loss or gradients are not finite. "
+        "--fp16 finds its loss scale by such steps.",
     )
     max_run_time: str | None = _run_free(
         None,
-        "Save and exit with code 75 before this much time has passed since the start, like 3h50m, 90s or 5400 "
-        "(seconds). Absent: no limit. The same command resumes, unless the saved files can't be resumed from "
+        "Time limit from the start, like 3h50m, 90s or 5400 (seconds): before it, save and exit with code 75. "
+        "Absent: no limit. The same command resumes, unless the saved files can't be resumed from "
         "(--save_only_model, --save_strategy no): exit code 79.",
     )
     resume: str = _run_free(
@@ -238,8 +238,8 @@ class TrainingArguments:
     )
     allow_changed_flags: str | None = _run_free(
         None,
-        "Resume from a checkpoint although these flags (names separated by commas, or all) differ from those that it "
-        "was trained with. The changes are printed, and the new values count from there on.",
+        "Resume from a checkpoint although these flags (names separated by commas, or all) differ from the ones it "
+        "was trained with. The changes are printed, and the new values apply from there.",
     )
     export_format: Literal["hf", "llava"] = _checkpoints_free(
         "hf",
@@ -248,16 +248,16 @@ class TrainingArguments:
     )
     check_export: Literal["full", "sample", "off"] = _checkpoints_free(
         "full",
-        "Check of the finished model: the library that it is for opens its folder and computes one of the run's "
-        "samples (the logits must equal training's), and every tensor is read again. full: at all positions; sample: "
-        "at the first 64 (all weights count for each, so it finds the same mistakes in less time where a large model "
-        "is computed on a CPU); off: not at all.",
+        "Check of the finished model: the library for it opens the folder and computes one of the run's samples (its "
+        "logits must equal training's), and every tensor is read again. full: all positions; sample: the first 64 "
+        "(finds the same mistakes, because each position uses all weights, and is faster for a large model on a "
+        "CPU); off: no check.",
     )
     max_shard_size: str = _checkpoints_free("5GB", "Largest file of the finished model's weights, like 5GB or 200MB.")
     dry_run: bool = _run_free(
         False,
-        "Check everything, print the plan, the first batch, the memory that is needed and, in the last line, whether "
-        "the run can start and fits, and stop before the model is built; nothing is written to --output_dir.",
+        "Check everything, then stop before the model is built: prints the plan, the first batch, the memory needed "
+        "and, in the last line, whether the run can start and fits. Writes nothing to --output_dir.",
     )
 
 

@@ -53,8 +53,8 @@ def checkpoint_layers(part: nn.Module, every: int = 1, block: dict | None = None
         in_cpu = block.get("cpu_checkpointing", False)
         deepspeed.checkpointing.configure(
             None,
-            # Without it, DeepSpeed 0.19.8 loses the shape of tensors that it copies back from the CPU. With one
-            # tensor-parallel rank nothing is divided.
+            # Otherwise DeepSpeed 0.19.8 loses the shape of tensors that it copies back from the CPU. One
+            # tensor-parallel rank divides nothing.
             partition_activations=block.get("partition_activations", False) or in_cpu,
             contiguous_checkpointing=block.get("contiguous_memory_optimization", False),
             num_checkpoints=len(chosen),
@@ -66,13 +66,13 @@ def checkpoint_layers(part: nn.Module, every: int = 1, block: dict | None = None
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index in chosen
         if block is not None:
-            assert hasattr(layer, "_gradient_checkpointing_func"), "transformers has renamed what is replaced here"
+            assert hasattr(layer, "_gradient_checkpointing_func"), "transformers has renamed the replaced function"
             layer._gradient_checkpointing_func = _by_deepspeed
     return len(chosen)
 
 
 def checkpoint_spread(layers: list[GradientCheckpointingLayer], count: int) -> None:
-    """Checkpoint count layers of a part, evenly spread. Call it after checkpoint_layers."""
+    """Checkpoint `count` evenly spread layers of a part. Call it after checkpoint_layers."""
     chosen = _spread(count, len(layers))
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index in chosen
@@ -93,7 +93,7 @@ def _by_deepspeed(layer, hidden_states: torch.Tensor, *others: object) -> torch.
         # its inputs: if these have no gradient, the parameters inside get none.
         hidden_states.requires_grad_()
     if hidden_states.is_leaf or hidden_states._is_view():
-        # It empties tensors after saving them: leaves don't allow that, and views (OPT's layers return one) lose their
-        # gradient.
+        # DeepSpeed empties tensors after saving them: leaves don't allow that, and views (OPT's layers return one) lose
+        # their gradient.
         hidden_states = hidden_states.clone()
     return deepspeed.checkpointing.checkpoint(lambda hidden: layer(hidden, *others), hidden_states)

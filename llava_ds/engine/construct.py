@@ -84,7 +84,7 @@ def _construct(build: Build, mesh: Mesh) -> LlavaModel:
         model.shorten_last_layer()
     for part in (part for part in mesh.parts if part.build is not None):
         print_first(*part.build(model, plan, args, mesh))
-    assert {p.dtype for p in model.parameters()} == {dtype}, "built in another precision than the configuration's"
+    assert {p.dtype for p in model.parameters()} == {dtype}, "built in a precision other than the configuration's"
     unpartitioned = [name for name, p in model.named_parameters() if zero3 and not hasattr(p, "ds_id")]
     assert not unpartitioned, f"built outside zero.Init: {unpartitioned[:3]}"
     if zero3:
@@ -94,11 +94,7 @@ def _construct(build: Build, mesh: Mesh) -> LlavaModel:
 
 
 def _let_inputs_have_gradients(model: LlavaModel) -> None:
-    """Give the inputs of a layer that is gathered as one a gradient, if the layer trains.
-
-    DeepSpeed 0.19.8 reduces the layer's gradients in a torch backward hook. Without gradients of inputs (for example
-    adapters after frozen embeddings and a frozen projector), the hook runs before the gradients exist.
-    """
+    """Let the inputs of a layer that ZeRO-3 gathers as a whole require a gradient, if the layer trains."""
     for module in model.modules():
         if deepspeed.utils.z3_leaf_module(module):
             module.register_forward_pre_hook(_with_gradient)
@@ -114,8 +110,7 @@ def _with_gradient(module: torch.nn.Module, inputs: tuple) -> tuple | None:
 
 
 def _elsewhere(model: LlavaModel, part: str, weights: Weights) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a part's parameters that only other ranks have, and of all buffers that the weights have, by
-    name in the part."""
+    """Return the shapes of a part's parameters that other ranks hold, and of its stored buffers, by name in the part."""
     prefix, placement = f"{part}.", placement_of(model)
     found = [(share.name, share.shape) for share, parameter in placement.shares(model) if parameter is None]
     found += [(name, shape) for name, shape in placement.buffers if name.removeprefix(prefix) in weights.shapes]
@@ -173,7 +168,7 @@ def construction(
 def _keep_requested_dtypes() -> Iterator[None]:
     """Let zero.Init choose the device of tensors but not their dtype. Enter it before zero.Init.
 
-    DeepSpeed 0.19.8 rounds every floating-point tensor that a module makes, including the factors of Phi-3's rotary
+    DeepSpeed 0.19.8 rounds every floating-point tensor that a module creates, even the factors of Phi-3's rotary
     angles. transformers' own remedy (prevent_arange_dtype_change) covers torch.arange only.
     """
 

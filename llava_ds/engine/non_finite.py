@@ -1,8 +1,8 @@
 """Skip optimizer steps whose gradients are not finite, without waiting for the device.
 
 DeepSpeed 0.19.8 reads the norm of the gradients on the host to skip such a step, at ZeRO 1 to 3 and at stage 0 in bf16;
-with clipping, again per parameter group. At stage 0 in fp32, and in bf16 at 1 and 2 if bf16.check_grad_overflow is
-false, it doesn't check, and all weights are lost. torch's fused Adam takes a tensor on the device (found_inf, as
+with clipping, again per parameter group. It does not check at stage 0 in fp32, nor at 1 and 2 in bf16 with
+bf16.check_grad_overflow false: all weights are lost. torch's fused Adam takes a tensor on the device (found_inf, as
 GradScaler does) that makes it keep weights, moments and step count unchanged. With this optimizer, the norm is computed
 here, in one collective, and DeepSpeed's own checks are replaced. For the host such a step is like any other: the
 schedule advances, and skipped steps are counted on the device. Every step asserts that the norm was computed here,
@@ -81,7 +81,7 @@ def guard_steps(engine, placement: Placement) -> None:
     def asserted(*args, **kwargs):
         before = judged, stepped
         result = step(*args, **kwargs)
-        # With bf16.check_grad_overflow true, DeepSpeed may skip the step before it computes the norm.
+        # With bf16.check_grad_overflow true, DeepSpeed may skip the step before computing the norm.
         if not getattr(optimizer, "overflow", False):
             assert judged == before[0] + 1, "DeepSpeed took a step without the guard's norm"
             assert stepped > before[1], "DeepSpeed took a step without the guarded Adam"
@@ -116,8 +116,8 @@ def _scales_loss(engine) -> bool:
 
 
 class _Norm(NamedTuple):
-    """The L2 norm over the ranks of a group (None: this rank only). counted: parameters whose gradients this rank adds
-    to it (None: all)."""
+    """The L2 norm over the ranks of a group (None: this rank only). counted: parameters whose gradients this rank
+    contributes (None: all)."""
 
     counted: set[torch.Tensor] | None
     group: Group
@@ -129,7 +129,7 @@ class _Norm(NamedTuple):
         return [g for g, p in zip(gradients, parameters) if p in self.counted]
 
     def over(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return the norm over all ranks, from the norm that each rank counts."""
+        """Return the norm over all ranks, from each rank's own norm."""
         if self.group is None:
             return norm
         squares = norm.square()
@@ -137,7 +137,7 @@ class _Norm(NamedTuple):
         return squares.sqrt()
 
     def of(self, gradients: list[torch.Tensor], parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Return the norm of all ranks, at stage 0."""
+        """Return the norm over all ranks, at stage 0."""
         return self.over(_norm(self.own(gradients, parameters), device)).float()
 
 
@@ -148,7 +148,7 @@ def _guard_zero(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], norm: 
 
     def total_norm() -> torch.Tensor:
         parts: list[torch.Tensor] = []
-        for i, params in enumerate(parameters):  # a rank's parts of their gradients may have padding in between
+        for i, params in enumerate(parameters):  # a rank's shards of gradients may have padding in between
             own = [g for g in optimizer.averaged_gradients[i] if not getattr(g, "_zero_padding", False)]
             parts += norm.own(own, params)
         squares = _norm(parts, optimizer.device).square()
@@ -260,7 +260,7 @@ def _norm(tensors: list[torch.Tensor], device: torch.device | str) -> torch.Tens
 
 
 def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Split a tensor into parts so small that their float64 copies take little memory."""
+    """Split a tensor into parts small enough for float64 copies."""
     return (tensor,) if tensor.numel() <= NORM_NUMBERS else tensor.flatten().split(NORM_NUMBERS)
 
 

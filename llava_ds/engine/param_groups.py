@@ -101,14 +101,14 @@ def _module_rates(model: LlavaModel, args: Arguments) -> dict[str, float | None]
 
 
 def _own_rates(model: LlavaModel, args: Arguments) -> tuple[str, ...]:
-    """Return the name prefixes of groups whose rate the user gave."""
+    """Return the name prefixes of groups for which the user gave a rate."""
     given = {"projector": args.training.mm_projector_lr, "vision_tower": args.training.mm_vision_tower_lr}
     given |= _module_rates(model, args)
     return tuple(name for name, rate in given.items() if rate is not None)
 
 
 def _decays(name: str, parameter: nn.Parameter) -> bool:
-    """True if weight decay applies. Biases and norms don't decay; as in LLaVA, the newline and CLIP's class token do,
+    """True if weight decay applies: not to biases and norms, but, as in LLaVA, to the newline and CLIP's class token,
     although they are vectors."""
     return _ndim(parameter) > 1 or name.endswith("embedding")
 

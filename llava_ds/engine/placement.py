@@ -1,6 +1,6 @@
 """Placement of the whole model's parameters on the ranks (on every rank, on one, or sliced), and gathering on rank 0.
 
-It excludes ZeRO's shards: engine/shards/pieces.py describes how ZeRO shards a rank's parameters.
+ZeRO's own sharding of a rank's parameters is in engine/shards/pieces.py.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class Placement:
     """Every rank has every parameter; subclasses override `shares`.
 
     axis: the field of pieces.Layout with the number of ranks that share the model; size: this number; index: this
-    rank's index among them; group: these ranks; in_data: they have different samples, so ZeRO itself sums over them.
+    rank's index among them; group: their process group; in_data: they have different samples, so ZeRO sums over them.
     """
 
     axis: str = "tp"
@@ -60,8 +60,8 @@ class Placement:
         return {parameter: share for share, parameter in self.shares(model) if parameter is not None}
 
     def counted(self, model: nn.Module) -> set[nn.Parameter] | None:
-        """Return the parameters whose gradients this rank counts in a sum over the group: parameters that no other rank
-        has; on the first rank all (None)."""
+        """Return the parameters whose gradients this rank contributes to a sum over the group: those only it has, or on
+        the first rank all (None)."""
         if self.index == 0:
             return None
         return {p for p, share in self.held(model).items() if share.slice or share.owner is not None}
@@ -95,8 +95,8 @@ def divided(
     parts: Iterable[MeshPart],
     size_of: Callable[[str], int],
 ) -> dict[nn.Parameter, int]:
-    """Return how many numbers of each parameter a rank will hold. elements: numbers in the whole model; size_of: maps
-    an axis to its number of ranks."""
+    """Return the number of elements per parameter that a rank will hold. elements: numbers in the whole model; size_of:
+    maps an axis to its number of ranks."""
     for part in parts:
         cut = part.divides(model) if part.divides is not None else ()
         elements = {p: number // size_of(part.axis) if p in cut else number for p, number in elements.items()}

@@ -21,7 +21,7 @@ from llava_ds.runtime.ranks import Ranks, address_towards, check_same, local_ran
 MOST_IN_A_MESH = 64  # up to this many ranks, gloo groups connect all pairs at once
 NUM_GLOO_GROUPS = 4  # on the CPU: torch's own, patient_group, Stopping's and DeepSpeed's clone of the first
 OTHER_DESCRIPTORS = 512  # for files, worker processes and libraries
-DESCRIPTORS = 65536  # limit to set for a process, if the system allows as many
+DESCRIPTORS = 65536  # limit to set for a process, if the system allows it
 
 
 def init_ranks() -> Ranks:

@@ -26,8 +26,8 @@ class Runner(Protocol):
         """Run forward, backward and engine step for every micro-batch of one optimizer step.
 
         loss_of: maps a micro-batch's number and forward's result to the scalar for backward, and a result without a
-        graph, because a graph would keep the micro-batch's activations. Returns these results; [] on ranks that don't
-        see them.
+        graph, because a graph would keep the micro-batch's activations. Returns the latter; [] on ranks that see no
+        results.
         """
         ...
 
@@ -86,6 +86,6 @@ class Direct:
 
 
 def backward_with_weight_zero(engine, loss_sum: torch.Tensor, is_last: bool) -> None:
-    """Run backward of the loss times zero. is_last: it is the step's last micro-batch."""
+    """Run backward of the loss times zero. is_last: True for the step's last micro-batch."""
     engine.set_gradient_accumulation_boundary(is_last)
     engine.backward(loss_sum * 0, scale_wrt_gas=False)

@@ -129,8 +129,8 @@ def check_groups(engine, peaks: list[dict], meant: list[tuple[float, float, int]
     used, scheduled = engine.optimizer.param_groups, engine.basic_optimizer.param_groups
     if held != meant or [id(group) for group in used] != [id(group) for group in scheduled]:
         raise ConfigError(
-            f"{type(engine.basic_optimizer).__name__} holds unexpected parameter groups (rate, decay, "
-            f"parameters): {held} instead of {meant}: use another optimizer, and report this"
+            f"{type(engine.basic_optimizer).__name__} has unexpected parameter groups (rate, decay, parameters): "
+            f"{held} instead of {meant}: use another optimizer, and report this"
         )
 
 
@@ -138,8 +138,8 @@ def _keep_adagrads_groups(engine) -> None:
     """Put torch's Adagrad with the run's groups back into ZeRO's optimizer.
 
     DeepSpeed 0.19.8 makes a second Adagrad over the shards, with a single group at the default rate that the schedule
-    does not reach. Its states are right and stay; values that stages 1 and 2 derived from the groups are derived again.
-    check_groups then asserts that the engine steps the groups that the schedule changes.
+    does not reach. Its states are right and are kept; values that stages 1 and 2 derived from the groups are
+    recomputed. check_groups then asserts that the engine steps the groups that the schedule changes.
     """
     zero, basic = engine.optimizer, engine.basic_optimizer
     if isinstance(basic, torch.optim.Adagrad) and zero is not basic and zero.optimizer is not basic:

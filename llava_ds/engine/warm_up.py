@@ -27,7 +27,7 @@ from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first
 
-STEPS_LOOKED_AT = 20  # steps checked for several micro-batches
+STEPS_LOOKED_AT = 20  # number of steps to check for steps of several micro-batches
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LargestMicroBatch:
     """The largest remaining micro-batch by tokens, the same on every rank (heaviest).
 
     samples: indices in the data set; accumulates: True if steps have several micro-batches, so that gradients are
-    accumulated; probe: the objective's; most_worked: the micro-batch with the most work, if it is another.
+    accumulated; probe: the objective's; most_worked: the micro-batch with the most work, if different.
     """
 
     batch: Batch
@@ -70,11 +70,11 @@ class NewEngine:
 
     @functools.cached_property
     def largest(self) -> LargestMicroBatch | None:
-        """The largest remaining micro-batch. Making it takes a while."""
+        """The largest remaining micro-batch; slow to build."""
         return self.find()
 
     def warm_up(self) -> None:
-        """Try the largest micro-batch on a GPU, or if an extension has made it."""
+        """Try the largest micro-batch, on a GPU or if an extension has already built it."""
         on_gpu = self.ranks.device.type == "cuda"
         if (on_gpu or "largest" in vars(self)) and self.largest is not None:
             with self.watch(self.largest):

@@ -37,8 +37,8 @@ BLOCK = 512  # query block size of the fallback for windows and soft caps
 
 class Rule(NamedTuple):
     """Attention options. window: a token sees itself and the window - 1 tokens before it (None: all); causal: False if
-    a token also sees the tokens after it; lengths, own: keys and queries of the samples, on the host; with None, the
-    fallback waits for the device to read them."""
+    a token also sees the tokens after it; lengths, own: numbers of keys and of queries per sample, on the host; if
+    None, the fallback waits for the device to read them."""
 
     scaling: float
     dropout: float = 0.0
@@ -175,7 +175,7 @@ def attend(
     if chosen == SEGMENTS:
         return _per_segment(query, key, value, bounds, rule, query_positions)
     if query_positions is not None:
-        # The kernels' causal mask needs as many queries as keys. The extra cost is one layer's attention.
+        # The kernels' causal mask needs as many queries as keys; the extra cost is one layer's attention.
         query = _spread(query, query_positions, length)
     out = KERNELS[chosen](query, key, value, bounds, rule)
     return out if query_positions is None else out.index_select(1, query_positions)
@@ -213,7 +213,7 @@ def _chosen_for(query: torch.Tensor, value: torch.Tensor, rule: Rule) -> str:
 
 
 def in_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast the tensors to autocast's precision if it is on: rotary angles have turned half precision into float32."""
+    """Cast the tensors to autocast's precision, if on: rotary angles have turned half precision into float32."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -231,7 +231,7 @@ def _choose(device: str, dtype: torch.dtype, width: int | None, window: bool, so
     return _best_kernel(device, dtype, width, window, softcap, dropout)
 
 
-@functools.cache  # in a function of its own: torch.compile ignores a cache around the one above, with a warning
+@functools.cache  # separate, because torch.compile ignores a cache around the function above, with a warning
 def _best_kernel(device: str, dtype: torch.dtype, width: int | None, window: bool, softcap: bool, dropout: bool) -> str:
     return _kernels(device, dtype, width, window, softcap, dropout)[0]
 
@@ -260,7 +260,7 @@ def _problem(
     if dtype not in HALF:
         return f"computes in half precision only, not in {str(dtype).removeprefix('torch.')}"
     if width is None or width > MAX_FUSED_WIDTH:
-        return f"needs heads of one width of at most {MAX_FUSED_WIDTH}"
+        return f"needs heads of equal width, at most {MAX_FUSED_WIDTH}"
     if width % WIDTH_STEP:
         return f"needs heads whose width is a multiple of {WIDTH_STEP}, not {width}"
     capability = torch.cuda.get_device_capability()
@@ -278,7 +278,7 @@ def _problem(
     if least < width and (width <= most or dropout) and capability not in ROOMY_CAPABILITIES:
         return f"has a backward for heads of {width} on A100 and H100 only"
     if kernel == FLASH_2:
-        return "has no dropout under a soft cap" if softcap and dropout else _indeterminism(kernel)
+        return "has no dropout with a soft cap" if softcap and dropout else _indeterminism(kernel)
     if softcap:
         return "has no soft cap"
     if dropout:
@@ -315,7 +315,7 @@ def needs_lengths(config: PreTrainedConfig) -> bool:
     return any(head_width(layer) > MAX_FUSED_WIDTH for layer in layer_configs(config))
 
 
-@torch.compiler.disable  # every number of samples and every length would be compiled again
+@torch.compiler.disable  # every number of samples and every length would be compiled separately
 def _per_segment(
     query, key, value, given: Bounds, rule: Rule, query_positions: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -328,7 +328,7 @@ def _per_segment(
     parts = [None] * len(lengths)
     if query_positions is not None:
         bounds = torch.searchsorted(query_positions, given.queries.to(query_positions.dtype)).tolist()
-        # Positions among the sample's keys: it has queries for its last tokens.
+        # Positions among the sample's keys: the queries are its last tokens.
         shifts = [length - end for length, end in zip(lengths, itertools.accumulate(numbers))]
         parts = [query_positions[i:j] + shift for i, j, shift in zip(bounds, bounds[1:], shifts)]
         numbers = [len(part) for part in parts]
@@ -343,7 +343,7 @@ def _lengths(starts: torch.Tensor, known: tuple[int, ...] | None) -> list[int]:
 
 
 def _sample(query, key, value, rule: Rule, query_positions: torch.Tensor | None = None) -> torch.Tensor:
-    """Attention of one sample, (1, H, queries, E). Without a torch kernel for the rule, computes blocks of queries, so
+    """Attention of one sample, (1, H, queries, E). If torch has no kernel for the rule, computes blocks of queries, so
     that no L x L matrix is stored.
 
     query_positions: positions of the queries in the sample; None: the last ones.
@@ -357,7 +357,7 @@ def _sample(query, key, value, rule: Rule, query_positions: torch.Tensor | None 
             return _sdpa(query, key, value, rule)
         if (
             query_positions is not None and 2 * len(query_positions) > length
-        ):  # the causal kernel skips half of the scores, a mask none
+        ):  # the causal kernel skips half of the scores, a mask skips none
             query = _spread(query, query_positions, length)
             return _sdpa(query, key, value, rule).index_select(2, query_positions)
     numbers = positions = query_positions
@@ -383,7 +383,7 @@ def _sample(query, key, value, rule: Rule, query_positions: torch.Tensor | None 
 
 
 def _sdpa(query, key, value, rule: Rule, seen: torch.Tensor | None = None) -> torch.Tensor:
-    """torch's attention of one sample (1, H, queries, E), under the mask seen (queries, keys) or under the rule."""
+    """torch's attention of one sample (1, H, queries, E), with the mask seen (queries, keys) or by the rule."""
     groups = query.shape[1] // key.shape[1]
     width = max(query.shape[3], value.shape[3])
     special = seen is not None or query.shape[3] != value.shape[3]
@@ -404,8 +404,8 @@ def _sdpa(query, key, value, rule: Rule, seen: torch.Tensor | None = None) -> to
 def _takes_groups(device: str, dtype: torch.dtype, width: int, special: bool) -> bool:
     """True if SDPA stays memory-efficient when query heads share a key head. special: masked, or of two widths.
 
-    On CUDA only its flash kernel supports shared heads. Other cases use its memory-efficient kernel, and with shared
-    heads fall back to storing all scores, L x L per head. Source: torch's sdp_utils.cpp, 2.10 to 2.13.
+    On CUDA only its flash kernel supports shared heads. Other cases use its memory-efficient kernel; with shared heads
+    they would store all scores, L x L per head. Source: torch's sdp_utils.cpp, 2.10 to 2.13.
     """
     if device != "cuda":
         return True
@@ -456,7 +456,7 @@ def _flash_attn_arguments(query, key, value, bounds: Bounds, rule: Rule) -> dict
 def _torch_varlen(query, key, value, bounds: Bounds, rule: Rule) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.10 lacks windows and a scale, and has another name for causal.
+    # torch 2.10 lacks windows and a scale, and names causal differently.
     if _varlen_takes("window_size"):
         options = {"window_size": _window_size(rule), "scale": rule.scaling}
     else:

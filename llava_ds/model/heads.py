@@ -1,5 +1,5 @@
 # T tokens of all samples laid end to end, S supervised positions, n positions, D language-model width, V vocabulary
-"""Heads compute a result from the language model's last hidden states at some positions of a micro-batch."""
+"""Heads: they compute a result from the language model's last hidden states at some positions of a micro-batch."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol

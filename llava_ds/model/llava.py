@@ -39,7 +39,7 @@ class LlavaModel(nn.Module):
         self.language_model = language_model
         if value_head is not None:
             self.value_head = value_head
-        self.learning_rate: float | None = None  # for a model trained as another's child; None: the parent's rate
+        self.learning_rate: float | None = None  # rate of a model trained as another's child; None: the parent's
         self._knows_lengths = has_state(language_model.config) or attention.needs_lengths(language_model.config)
         self.short_last_layer = False
         output_loss.add_loss(language_model.get_output_embeddings())
@@ -67,8 +67,8 @@ class LlavaModel(nn.Module):
         return self.end(hidden, batch, head, wanted)
 
     def begin(self, batch: Batch) -> tuple[torch.Tensor, dict[str, object]]:
-        """Return the inputs of the language model's layers: embeddings (1, T, D), and further arguments, also in the
-        place of the batch's. With "places" (T,), each token's place in them, there are fewer than T."""
+        """Return the inputs of the language model's layers: embeddings (1, T, D), and further arguments that add to or
+        replace the batch's. With "places" (T,), the index of each token's embedding, there are fewer than T."""
         options = self.layer_options(batch)
         embeds, deeper = self.embed_deep(batch)
         if deeper:
@@ -84,7 +84,7 @@ class LlavaModel(nn.Module):
     def layer_options(self, batch: Batch) -> dict[str, object]:
         """Return extra arguments, about the pack, for layers that need them."""
         options = {"lengths": batch.lengths} if self._knows_lengths else {}
-        if batch.shared is not None:  # lengths that nobody reads would only make torch.compile compile again
+        if batch.shared is not None:  # unused lengths would only make torch.compile compile again
             unread = {} if self._knows_lengths else {"lengths": None, "own": None}
             options["shared_prompts"] = batch.shared._replace(**unread)
         return options | batch.trunk | self.layer_inputs(batch.input_ids, batch.placing.positions)
@@ -102,7 +102,7 @@ class LlavaModel(nn.Module):
         return self.embed_deep(batch)[0]
 
     def embed_deep(self, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return embed(), and the features (M, D) to add at image positions after each of the first layers, [] for most
+        """Return embed(), and a list of features (M, D) to add at image positions, one per first layer; [] for most
         models.
 
         Tower, projector and newline run exactly once for any batch, so that the collectives of all ranks match; unused
@@ -152,7 +152,7 @@ def merge_features(
 def _pooled(features: torch.Tensor, placing: Placing) -> torch.Tensor:
     """Pool features (N * P, D) to (R, D) by weighted sum or maximum, in float32.
 
-    Adds one source at a time: all at once would need K times the memory of the result.
+    Adds one source at a time: all together would need K times the memory of the result.
     """
     index, weight = placing.pool_index, placing.pool_weight  # (R, K)
     pooled = torch.zeros(len(index), features.shape[1], dtype=torch.float32, device=features.device)
@@ -163,7 +163,7 @@ def _pooled(features: torch.Tensor, placing: Placing) -> torch.Tensor:
     for k in range(index.shape[1]):
         part = features.index_select(0, index[:, k]).float()  # (R, D)
         pooled = pooled + weight[:, k, None] * part
-        if placing.pools_by_max:  # as in torch's max_pool2d: on a tie the first has the gradient, and NaN propagates
+        if placing.pools_by_max:  # as in torch's max_pool2d: in a tie the first gets the gradient; NaN propagates
             largest = torch.where(taken[:, k, None] & ((part > largest) | part.isnan()), part, largest)
     if placing.pools_by_max:
         pooled = torch.where(taken[:, :1], largest, pooled)
@@ -185,7 +185,7 @@ def assemble(
     )
     text_part(text_config).assembled(language_model, text_config, args)
     hold_rotary_angles(language_model)
-    language_model.tie_weights()  # from_config ties during initialisation, but callers switch that off
+    language_model.tie_weights()  # from_config ties weights during initialisation, but callers switch that off
     projector = tower.build_projector(args, text_config.hidden_size)
     newline = Newline(text_config.hidden_size) if "unpad" in args.mm_patch_merge_type else None
     head = None

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-# Logits per chunk. Many on a GPU, because every chunk reads and updates a gradient as large as the output layer; few on
-# a CPU, so that they fit its caches.
+# Logits per chunk: many on a GPU, because each chunk reads and updates a gradient as large as the output layer; few on
+# a CPU, to fit its caches.
 CHUNK_LOGITS = {"cuda": 2**27, "cpu": 2**22}
 MIN_ROWS = 64  # per chunk, for any vocabulary: smaller products are slow
-PRODUCT_NUMBERS = 2**25  # numbers of the weight's gradient computed in a chunk's precision before they are added
+PRODUCT_NUMBERS = 2**25  # numbers of the weight's gradient computed in half precision at a time
 # Scale of the logits' gradients (at most 1) in float16: it ends at 65504 and rounds numbers below 6e-8 to 0.
 FLOAT16_SCALE = 2.0**15
 
@@ -48,7 +48,7 @@ def _forward(
     return linear_cross_entropy(hidden, self.weight, targets, softcap, row_weights)
 
 
-@torch.compiler.disable  # every number of chunks would be compiled again
+@torch.compiler.disable  # each number of chunks would be compiled separately
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -58,10 +58,10 @@ def linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy of hidden @ weight.T, summed and by row: hidden (S, D), weight (V, D), targets (S,) int64, any S.
 
-    row_weights (S,) float32: factor of each row, 1 without.
-    Computes in the precision of hidden, or autocast's; softmax in float32, its logarithm and the sum of rows in
-    float64, so that the logged loss hardly depends on how rows were divided over ranks. Backward can run once.
-    In float16 gradients stay float32 until backward applies the loss scale: the unscaled sum can exceed float16.
+    row_weights (S,) float32: factor of each row, 1 without. Computes in the precision of hidden, or autocast's; softmax
+    in float32, its logarithm and the sum of rows in float64, so that the logged loss hardly depends on the division of
+    rows over ranks. Backward can run once. In float16 gradients stay float32 until backward applies the loss scale: the
+    unscaled sum can exceed float16.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -121,7 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, upstream, _):
         if ctx.gradients is None:
-            raise RuntimeError("the loss was propagated backward a second time: its gradients were given away")
+            raise RuntimeError("backward ran a second time: the loss no longer has its gradients")
         gradients, ctx.gradients = ctx.gradients, None
         if ctx.in_float16:
             upstream = upstream * (ctx.largest / FLOAT16_SCALE)
@@ -194,7 +194,7 @@ class LogitGradients:
             _add_product(self._d_weight, d_logits, h)
 
     def summed(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return both gradients; None for one that is not wanted."""
+        """Return both gradients; None for an unwanted one."""
         if self._d_weight is not None and not self.in_float16:
             self._d_weight = self._d_weight.to(self._weight.dtype)
         return self._d_hidden, self._d_weight
@@ -203,7 +203,7 @@ class LogitGradients:
 def _add_product(d_weight: torch.Tensor, d_logits: torch.Tensor, hidden: torch.Tensor) -> None:
     """Add d_logits.T @ hidden to d_weight (V, D) float32.
 
-    In half precision, one part of the vocabulary at a time: the product is a separate tensor there, 1.1 GB with 152,000
+    In half precision, adds part of the vocabulary at a time: the product is a separate tensor then, 1.1 GB for 152,000
     ids and a width of 3,584.
     """
     if d_weight.dtype == hidden.dtype:

@@ -121,8 +121,8 @@ def build_projector(kind: str, tower_width: int, width: int) -> Projector:
     """Build a projector with torch's default initialisation. Raises ConfigError for an invalid kind."""
     if kind == "identity" and tower_width != width:
         raise ConfigError(
-            f"--mm_projector_type identity needs a tower as wide as the language model: they have {tower_width} and "
-            f"{width}, give mlp2x_gelu"
+            "--mm_projector_type identity needs a tower as wide as the language model, but the widths are "
+            f"{tower_width} and {width}: give mlp2x_gelu"
         )
     if kind in SIMPLE:
         return Projector(SIMPLE[kind](tower_width, width))
@@ -143,7 +143,7 @@ def build_projector(kind: str, tower_width: int, width: int) -> Projector:
 
 
 def square_stride(kind: str) -> int:
-    """Return K of a projector with a pixel shuffle or a mean, or an extension's; 1 for others."""
+    """Return K of a projector with a pixel shuffle, a mean, or an extension's kind; 1 for others."""
     if own := _own_kind(kind):
         return own[0].stride(own[1])
     found = _MLP.fullmatch(kind)

@@ -43,7 +43,7 @@ class TowerPlan:
     second: "TowerPlan | None" = None
     architecture: ClassVar[Architecture | None] = None
     has_image_blocks: ClassVar[bool] = False  # tokens of an image see each other in the language model
-    blocks_need_windows: ClassVar[bool] = False  # they do so only in layers with a window
+    blocks_need_windows: ClassVar[bool] = False  # likewise, but only in layers with a window
     fed_layers: ClassVar[int] = 0  # first layers of the language model after which further features are added
 
     def image_options(self, args: Arguments) -> ImageOptions:
@@ -131,7 +131,7 @@ def side_of(sides: object) -> object:
 
 
 def num_running_layers(layers: int, select_layer: int) -> int:
-    """Return how many layers of a tower to run for hidden_states[select_layer]."""
+    """Return the number of tower layers to run for hidden_states[select_layer]."""
     return select_layer + layers + 1 if select_layer < 0 else select_layer
 
 

@@ -36,7 +36,7 @@ def test_a_file_with_code_in_it_is_refused_and_nothing_runs(tmp_path, monkeypatc
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(DataError, match=r"has no mp_rank_00_model_states\.pt or zero_pp_rank_0_"):
         model_states(tmp_path)
-    with pytest.raises(DataError, match=r"holds 0 files named \*zero_pp_rank_3_mp_rank_00_optim_states\.pt, not 1"):
+    with pytest.raises(DataError, match=r"has 0 files named \*zero_pp_rank_3_mp_rank_00_optim_states\.pt, expected 1"):
         optimizer_states(tmp_path, 3)
 
 

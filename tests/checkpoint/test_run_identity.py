@@ -252,7 +252,7 @@ def test_what_can_not_be_cut_anew_is_refused_before_a_model_is_built(tmp_path):
         find_resume_point("auto", tmp_path / "muon", run(optimizer={"type": "Muon"}))
     assert find_resume_point("auto", tmp_path / "muon", run(world_size=4, optimizer={"type": "Muon"}))[0].step == 3
     saved(tmp_path / "old", 3, run(world_size=4), with_layout=False)
-    with pytest.raises(ConfigError, match="saved by an earlier version"):
+    with pytest.raises(ConfigError, match="an earlier version saved it"):
         find_resume_point("auto", tmp_path / "old", run())
     assert find_resume_point("auto", tmp_path / "old", run(world_size=4))[0].step == 3
 

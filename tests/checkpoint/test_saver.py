@@ -148,7 +148,7 @@ def test_the_model_alone_is_a_whole_checkpoint_from_which_no_run_is_resumed(tmp_
     path = tmp_path / "checkpoint-2"
     assert commit.checkpoints(tmp_path) == [path] and checkpoint_problem(path) is None
     assert {file.name for file in path.iterdir()} == {"model.safetensors", "manifest.json", "trainer.json"}
-    assert not is_training_checkpoint(path) and "only the model: training waited" in capsys.readouterr().out
+    assert not is_training_checkpoint(path) and "(only the model): training waited" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"--resume .* can't be used: it holds only the model"):
         find_resume_point(str(path), tmp_path, IDENTITY)
     with pytest.raises(ConfigError, match="no checkpoint that a run can be resumed from"):

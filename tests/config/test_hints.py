@@ -43,9 +43,9 @@ def known():
         ("--merger_lr -1e-5", "did you mean --mm_projector_lr?"),
         ("--global_batch_size 8", "did you mean --train_batch_size?"),
         ("--meta_path shapes.json", "did you mean --data_path with a mixture of several files?"),
-        ("--freeze_vit True", "leave it out, for the tower trains with --unfreeze_mm_vision_tower alone"),
-        ("--packing True", "leave it out, for samples are always laid end to end"),
-        ("--fsdp full_shard", "leave it out, for DeepSpeed places the model, as its JSON says"),
+        ("--freeze_vit True", "leave it out, because the tower trains with --unfreeze_mm_vision_tower alone"),
+        ("--packing True", "leave it out, because samples are always laid end to end"),
+        ("--fsdp full_shard", "leave it out, because DeepSpeed places the model, as its JSON says"),
     ],
 )
 def test_a_hint_is_close_and_of_the_same_kind(known, words, end):

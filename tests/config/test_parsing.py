@@ -264,7 +264,7 @@ def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
         ("eval_steps", 5, "also give --eval_data_path or --eval_fraction"),
         ("eval_strategy", "epoch", "also give --eval_data_path or --eval_fraction"),
         ("eval_strategy", "steps", "also give --eval_data_path or --eval_fraction"),
-        ("eval_steps", 1.5, "give a whole number of steps, or a part of all steps below 1"),
+        ("eval_steps", 1.5, "give a whole number of steps, or a fraction of all steps, below 1"),
         ("max_run_time", "3 hours", "write it like 3h50m"),
         ("model_max_length", 1, "give 2 or more"),
         ("dataloader_num_workers", -1, "give 0 or more"),
@@ -324,7 +324,7 @@ def test_a_flag_out_of_bounds_is_said_once():
         (["--vision_tower", "."], "--vision_tower goes with --model_name_or_path"),
         (["--model_name_or_path", ".", "--vision_tower", "."], "--data_path is missing"),
         (["--force_sample", "True", "--frames_upbound", "0"], "--force_sample takes --frames_upbound frames"),
-        (["--version", "plain"], "--version plain is the template of stage 1"),
+        (["--version", "plain"], "--version plain is stage 1's template"),
         (
             ["--tune_mm_mlp_adapter", "--freeze_mm_mlp_adapter"],
             "True trains the projector only, --freeze_mm_mlp_adapter",
@@ -352,12 +352,12 @@ def test_a_flag_out_of_bounds_is_said_once():
             ["--group_by_length", "True", "--group_by_modality_length", "True"],
             "--group_by_modality_length and --group_by_length are orders that exclude each other: choose one",
         ),
-        (["--shuffle", "False", "--group_by_length_bucket", "True"], "--group_by_length_bucket makes another"),
+        (["--shuffle", "False", "--group_by_length_bucket", "True"], "--group_by_length_bucket changes it"),
         (["--activation_memory_gb", "4"], "give one of these, or leave it out"),
         (["--activation_memory_gb", "-1", "--gradient_checkpointing", "auto"], "is -1.0: give a value above 0"),
         (
             ["--loss_reduction", "micro_batch", "--tokens_per_micro_batch", "auto"],
-            "--loss_reduction micro_batch depends on the layout, which --tokens_per_micro_batch changes",
+            "--loss_reduction micro_batch depends on the layout, but --tokens_per_micro_batch changes it",
         ),
         (
             ["--steps_across_epochs", "True", "--tokens_per_micro_batch", "auto"],
@@ -556,8 +556,8 @@ def test_verbose_has_llava_nexts_name_too(next_script):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--unfreeze_topk_llm 2", "--unfreeze_topk_llm unfreezes layers of the language model, all of which trains"),
-        ("--unfreeze_topk_vision 2 --unfreeze_mm_vision_tower True", "all of which trains: give no"),
+        ("--unfreeze_topk_llm 2", "--unfreeze_topk_llm unfreezes layers of the language model, but all of it trains"),
+        ("--unfreeze_topk_vision 2 --unfreeze_mm_vision_tower True", "but all of it trains: give no"),
     ],
 )
 def test_last_layers_of_what_trains_whole_are_refused(flags, message):
@@ -719,8 +719,8 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--max_seq_len", ": did you mean --model_max_length?"),
         ("--image_tower", ": did you mean --vision_tower?"),
         ("--actor_learning_rate", ": did you mean --learning_rate?"),
-        ("--num_padding_at_beginning", ": leave it out, for nothing is padded"),
-        ("--eval_iters", ": leave it out, for the eval loss is of all eval samples"),
+        ("--num_padding_at_beginning", ": leave it out, because nothing is padded"),
+        ("--eval_iters", ": leave it out, because the eval loss is the mean over all eval samples"),
         ("--zero_stage", ': did you mean "stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)?'),
     ],
 )

@@ -32,7 +32,7 @@ def refusal(*flags: str) -> str:
         ('{"a": -Infinity}', "-Infinity is not a finite number"),
         ('{"a": 1e999}', "1e999 is not a finite number"),
         (f'{{"a": {NUMBER}}}', "Exceeds the limit"),
-        ('{"a": 1, "a": 2}', "a stands there twice"),
+        ('{"a": 1, "a": 2}', "a occurs twice"),
         ("[1]", "expected an object"),
         ("NaN", "NaN is not a finite number"),
     ],

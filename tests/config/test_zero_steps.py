@@ -33,8 +33,8 @@ def test_a_zero_against_a_strategy_is_refused(strategy):
     with pytest.raises(ConfigError) as caught:
         parse_arguments(words)
     assert str(caught.value) == (
-        f"--eval_steps 0 and --eval_strategy {strategy}: the one computes the eval loss at the end only, the other "
-        "also before: give only one"
+        f"--eval_steps 0 and --eval_strategy {strategy}: the first computes the eval loss only at the end, the "
+        "second also before: give only one"
     )
 
 

@@ -164,7 +164,7 @@ def test_colours_of_16_bits_that_pillow_reads_with_8_are_named(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "0", "5,5", "9,1", "0,nan", "-inf,3", "a,b", "0,1,2", "own"])
 def test_what_is_no_range_is_refused(text):
-    with pytest.raises(ConfigError, match=r"is not a range of values: give two that become black and white"):
+    with pytest.raises(ConfigError, match=r"is not a range of values: give the values for black and white"):
         range_of_values(text)
     with pytest.raises(ConfigError, match="--image_value_range"):
         parse_arguments([f"--image_value_range={text}"], to_train=False)

@@ -60,7 +60,7 @@ def test_an_engine_with_other_groups_is_refused():
     optimizer = torch.optim.SGD([{"params": [p], "lr": rate} for p, rate in zip(weights, (0.1, 0.2))])
     engine = SimpleNamespace(optimizer=optimizer, basic_optimizer=optimizer)
     check_groups(engine, optimizer.param_groups, [(0.1, 0, 2), (0.2, 0, 3)])
-    with pytest.raises(ConfigError, match=r"SGD holds unexpected parameter groups .*\(0\.2, 0, 3\)\] instead of"):
+    with pytest.raises(ConfigError, match=r"SGD has unexpected parameter groups .*\(0\.2, 0, 3\)\] instead of"):
         check_groups(engine, optimizer.param_groups, [(0.1, 0, 2), (0.3, 0, 3)])
     engine.basic_optimizer = torch.optim.SGD([{"params": [p]} for p in weights])
     with pytest.raises(ConfigError, match="unexpected parameter groups"):

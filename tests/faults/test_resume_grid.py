@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
         broken = break_off(folder / "whole" / name, folder / "resumed" / name, SAVED)
         resumed.append({**flags, "output_dir": broken})
     said = run_many(2, folder / "launch-2", resumed, timeout_s=3600, finished=False)
-    assert said.count(f"resumed at step {SAVED}, bit for bit") == len(CASES)
+    assert said.count(f"resumed at step {SAVED}, with bit-identical") == len(CASES)
     yield folder
     shutil.rmtree(folder)
 

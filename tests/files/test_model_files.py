@@ -315,5 +315,5 @@ def test_a_checkpoint_of_something_else_is_named(tmp_path):
     from llava_ds.checkpoint.checkpoint_files import trained_weights
 
     torch.save({}, tmp_path / "mp_rank_00_model_states.pt")
-    with pytest.raises(DataError, match=r"is not as DeepSpeed saves it \(KeyError: 'module'\)"):
+    with pytest.raises(DataError, match=r"is not in DeepSpeed's format \(KeyError: 'module'\)"):
         trained_weights(tmp_path)

@@ -338,7 +338,7 @@ CASES = [
         "SDPA sample by sample",
         ["half precision only, not in float32"] * 3,
     ),
-    (("flash_attn",), 9, "bfloat16", {"head_dim": 512}, "SDPA sample by sample", ["one width of at most 256"] * 3),
+    (("flash_attn",), 9, "bfloat16", {"head_dim": 512}, "SDPA sample by sample", ["equal width, at most 256"] * 3),
     (("flash_attn",), 9, "bfloat16", {"head_dim": 100}, "SDPA sample by sample", ["multiple of 8, not 100"] * 3),
     (("flash_attn",), 9, "bfloat16", {"head_dim": 80}, "flash-attn 2", ["not installed"]),
     (("flash_attn",), 9, "bfloat16", {"head_dim": 224}, "flash-attn 2", ["not installed"]),

@@ -181,7 +181,7 @@ INTERFACE = "its attention or its positions don't follow transformers' interface
         ),
         (
             CohereConfig(**SMALL, intermediate_size=48, num_key_value_heads=2),
-            "its logits are changed after the output layer in a way that transformers' Llava does not have",
+            "it changes the logits after the output layer, and transformers' Llava does not",
         ),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else None,

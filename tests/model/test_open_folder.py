@@ -234,10 +234,10 @@ def test_a_trained_tower_in_the_models_folder_wins_over_the_towers(base, llava, 
 def test_a_tower_of_another_width_or_shape_is_refused(base, llava, tmp_path):
     other = toys.write_base(tmp_path / "other", clip={"hidden_size": 32})["vision_tower"]
     flags = llavas.write_llava(tmp_path / "llava", base, llava)
-    with pytest.raises(ConfigError, match=r"gives features 32 wide, .*, 16 wide: give that one"):
+    with pytest.raises(ConfigError, match=r"has features 32 wide, .*, 16 wide: give that one"):
         opened({**flags, "vision_tower": other})
     flags = llavas.write_hf(tmp_path / "hf", base, llava)
-    with pytest.raises(ConfigError, match=r"another tower than the one in .*: hidden_size 32 for 16: leave it out"):
+    with pytest.raises(ConfigError, match=r"is not the tower in .*: hidden_size 32 for 16: leave it out"):
         opened({**flags, "vision_tower": other})
     _, lines = take_from_model(arguments({**flags, "vision_tower": base["vision_tower"]}))
     assert lines[-1] == f"--vision_tower {base['vision_tower']} is not read: the model has its own tower weights"
@@ -320,7 +320,7 @@ def test_folders_that_hold_nothing_usable_are_refused_in_one_message(config, exp
 
 def test_the_folder_of_stage_1_names_the_flag_that_takes_it(tmp_path):
     torch.save({}, tmp_path / "mm_projector.bin")
-    with pytest.raises(ConfigError, match="it is stage 1's output: give it to --pretrain_mm_mlp_adapter"):
+    with pytest.raises(ConfigError, match="it is stage 1's output: name it in --pretrain_mm_mlp_adapter"):
         read_folder(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llava_llama"}')  # as stage 1 does leave it
     with pytest.raises(ConfigError, match="holds only a projector: it is stage 1's output"):

@@ -154,7 +154,7 @@ def test_a_residual_block_adds_to_what_it_has_normalised():
 
 def test_identity_needs_equal_widths():
     assert torch.equal(build_projector("identity", 5, 5)(torch.ones(1, 2, 5)), torch.ones(1, 2, 5))
-    with pytest.raises(ConfigError, match="needs a tower as wide as the language model: they have 5 and 7"):
+    with pytest.raises(ConfigError, match="needs a tower as wide as the language model, but the widths are 5 and 7"):
         build_projector("identity", 5, 7)
 
 

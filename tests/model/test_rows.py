@@ -228,7 +228,7 @@ def test_no_row_is_cut_off_where_there_are_enough(tmp_path):
     assert plan.text_config.vocab_size == 512
     assert torch.equal(model.language_model.lm_head.weight, before["lm_head.weight"])
     [line] = plan.notes
-    assert line.startswith("--resize_token_embeddings True adds no row: the embedding has 512, the tokenizer needs 4")
+    assert line.startswith("--resize_token_embeddings True adds no rows: the embedding has 512, the tokenizer needs 4")
     assert (
         opened({**base, "resize_token_embeddings": True, "pad_embeddings_to_multiple_of": 100})[
             1

@@ -164,7 +164,7 @@ def test_a_square_that_is_stretched_and_then_cropped_is_refused(tmp_path):
         ({"crop_size": {"height": 10**6, "width": 10**6}}, "makes images of 1000000 pixels, expected a square of up"),
         (
             {"size": {"shortest_edge": 20}},
-            "scales images to 20 pixels, but crops 24: expected it to scale to at least as",
+            "scales images to 20 pixels, but crops 24: expected at least",
         ),
         ({"resample": 1}, r"says resample 1, expected one of \(2, 3\)"),
     ],
@@ -198,7 +198,7 @@ def test_gates_of_the_largest_dinov2_are_refused(tmp_path):
     toys.write_tower(tmp_path, "dinov2")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"use_swiglu_ffn": True}))
-    with pytest.raises(ConfigError, match=r"its MLPs have gates \(use_swiglu_ffn\), and these are not supported: take"):
+    with pytest.raises(ConfigError, match=r"its MLPs have gates \(use_swiglu_ffn\): these are not supported: take"):
         read_tower(tmp_path, ModelArguments())
 
 
@@ -264,12 +264,12 @@ def test_a_model_of_pictures_and_texts_gives_its_vision_half(tmp_path):
         (
             "siglip",
             {"mm_projector_type": "mlp2x_gelu_ps2"},
-            "--mm_projector_type mlp2x_gelu_ps2: .* 3 x 3 patches, but squares of 2 x 2 don't fill them: give _ps3",
+            "--mm_projector_type mlp2x_gelu_ps2: .* 3 x 3 patches, but squares of 2 x 2 don't fill the grid: give _ps3",
         ),
         (
             "siglip",
             {"mm_projector_type": "mlp2x_gelu_avg2"},
-            "--mm_projector_type mlp2x_gelu_avg2: .* 3 x 3 patches, .* don't fill them: give _avg3, or take",
+            "--mm_projector_type mlp2x_gelu_avg2: .* 3 x 3 patches, .* don't fill the grid: give _avg3, or take",
         ),
     ],
 )

@@ -76,7 +76,7 @@ def whole(folder: Path) -> bytes:
         (
             "pytorch_model.bin.index.json",
             lambda f: b'{"weight_map": {"a": "x-1.bin"}}',
-            "pytorch_model.bin.index.json names x-1.bin, but it is missing: copy it again",
+            "pytorch_model.bin.index.json names x-1.bin, but that is missing: copy it again",
         ),
         (
             "model.safetensors.index.json",

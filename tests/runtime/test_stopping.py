@@ -129,7 +129,7 @@ def test_who_leaves_hears_no_more(resumable, expected):
             with stop.training(None, ALONE):
                 kill_self(signal.SIGTERM)
                 stop.agreed(0.1)
-            code = stop.leave(7, "saved; the same command resumes there", resumable, ALONE)
+            code = stop.leave(7, "saved; the same command resumes from it", resumable, ALONE)
             kill_self(signal.SIGTERM)
         kill_self(signal.SIGTERM)
         os._exit(SURVIVED if code == expected else 1)

@@ -47,10 +47,10 @@ def resolve_batch(draft: Draft) -> None:
             accumulation = max(1, share // micro)
             why = (why[0], "remaining factor of the total")
         elif accumulation is None:
-            # per_device_train_batch_size bounds the micro-batch: take the largest divisor of the share within it.
+            # per_device_train_batch_size bounds the micro-batch: take the largest divisor of the rank's share up to it.
             micro = _largest_divisor(share, micro)
             accumulation = share // micro
-            why = (f"largest within --per_device_train_batch_size that divides {share}", "remaining factor of it")
+            why = (f"largest up to --per_device_train_batch_size that divides {share}", "remaining factor of it")
         elif "per_device_train_batch_size" not in fixed and share % accumulation == 0:
             micro = share // accumulation
         if micro * accumulation * dp != total and "gradient_accumulation_steps" not in fixed:

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON while it is resolved: its values, the flags, the reason of each filled value, and the problems."""
+"""A DeepSpeed JSON being resolved: its values, the flags, a reason for each filled value, and the problems."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ LONGEST_VALUE = 80  # characters of a value in a message
 
 @dataclass
 class Draft:
-    """The state of resolve_ds_config; its parts fill it in, one after the other.
+    """The state of resolve_ds_config; the resolve_* functions fill it in.
 
     config: a copy of the JSON; args: the flags, completed by values of the JSON that no flag contradicts. Keys are
     dotted paths. Every filled value has a reason; problems are collected, not raised.
@@ -26,7 +26,7 @@ class Draft:
     dp: int
     hidden_size: int
     device_type: str
-    is_local: bool  # this machine will train, so it needs the packages and compilers
+    is_local: bool  # this machine will train: check its packages and compilers
     reasons: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     ruled: set[str] = field(default_factory=set)  # keys that have a rule for "auto"
@@ -47,7 +47,7 @@ class Draft:
         self.ruled.add(key)
 
     def refuse(self, problem: str) -> None:
-        """Record a problem. It says where it is, the value found, and the remedy."""
+        """Record a problem: its place, the value found, and the remedy."""
         if problem not in self.problems:
             self.problems.append(problem)
 
@@ -112,7 +112,7 @@ def as_json(value: object) -> str:
 
 
 def size_shown(value: object) -> object:
-    """Return the given size for a message; "N" if it is not a valid size."""
+    """Return a size as shown in a message; "N" if it is invalid."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else "N"
 
 

@@ -25,7 +25,7 @@ KINDS = {
 def message(key: str, value: object, problem: dict, refused: Mapping[str, str]) -> str:
     """Translate one of pydantic's errors to a message of this project.
 
-    refused: keys that are refused wherever they stand, with the remedy.
+    refused: keys that are refused at any level, with the remedy.
     """
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "extra_forbidden":
@@ -76,13 +76,13 @@ def _is_of_use(key: str, refused: Mapping[str, str]) -> bool:
 
 
 def _at_home(home: str, name: str, refused: Mapping[str, str]) -> str:
-    """Return the hint for a misplaced key. If it would be refused in its right place, returns the reason for that."""
+    """Return the hint for a misplaced key; if its right place would refuse it as well, the reason for that."""
     key = f"{home}.{name}".removeprefix(".")
     if key in refused:
         return refused[key]
     if home.startswith("zero_optimization.zenflow"):
         return "it belongs to ZenFlow, not supported yet: remove it"
-    return f"it belongs into {home}" if home else "it belongs at the top level, outside sections"
+    return f"it belongs in {home}" if home else "it belongs at the top level, outside sections"
 
 
 def _is_of_kind(value: object, annotation: object) -> bool:

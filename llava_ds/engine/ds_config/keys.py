@@ -73,8 +73,8 @@ UNSUPPORTED = {
         name: ((False,), "it is a key of DeepSpeed's inference, and this JSON is for training")
         for name in ("kernel_inject", "replace_with_kernel_inject", "injection_policy", "max_out_tokens", "max_tokens")
     },
-    "zero": ((), "write zero_optimization, an object with stage"),
-    **{name: ((), "write it into params of optimizer") for name in ("lr", "betas", "eps", "momentum")},
+    "zero": ((), "write zero_optimization as an object with stage"),
+    **{name: ((), "write it in optimizer.params") for name in ("lr", "betas", "eps", "momentum")},
     "zero_stage": ((), 'write "zero_optimization": {{"stage": {size}}}'),
     "monitor_config": ((), "write tensorboard, wandb, comet or csv_monitor at the top level"),
     "sparse_embedding": ((False,), "gradients of embeddings are dense"),
@@ -92,11 +92,11 @@ UNSUPPORTED_SECTIONS = {
     "data_efficiency": "the order of samples comes from --group_by_length and similar flags",
     "datastates_ckpt": "checkpoints are written and hashed before training continues",
     "expert_parallel": "DeepSpeed 0.19.8's AutoEP fails with transformers 5 (_CanRecordRegistry.get() takes 2 "
-    "arguments, 3 are given), and makes its experts after the optimizer's groups; a family with experts trains at "
-    "stages 0 to 3 without it, and moe_expert_parallel_size shares out the experts of --moe_enable",
-    "moe": "experts follow from flags: --moe_enable True, --num_experts, --top_k_experts and --moe_mode, and "
-    "--ep_size or moe_expert_parallel_size for the ranks that share them",
-    "hybrid_engine": "nothing is generated while training",
+    "arguments, 3 are given), and creates its experts after the optimizer's groups; families with experts train at "
+    "stages 0 to 3 without it; for --moe_enable, moe_expert_parallel_size divides the experts over ranks",
+    "moe": "experts follow from flags: --moe_enable True, --num_experts, --top_k_experts and --moe_mode, and --ep_size "
+    "or moe_expert_parallel_size for the number of ranks that share them",
+    "hybrid_engine": "training generates nothing",
     "weight_quantization": "weights train in the precision of bf16, fp16 or fp32",
 }
 OFF = {"enabled": (False,)}
@@ -105,8 +105,8 @@ OFF = {"enabled": (False,)}
 def check_keys(draft: Draft) -> None:
     """Refuse keys that are unknown, removed or unsupported, and values of the wrong kind; remove them from the draft.
 
-    All remaining values have the schema's kinds or are "auto"; nulls are removed. A wrong stage is replaced by 3,
-    because it allows most other keys and so causes no further problems.
+    All remaining values have the schema's kinds or are "auto"; nulls are removed. A wrong stage is replaced by 3, which
+    allows most other keys, to avoid follow-up problems.
     """
     draft.config = config = _without_nulls(draft.config)
     _refuse_removed(draft)
@@ -206,7 +206,7 @@ def _validate(draft: Draft, model: type[BaseModel]) -> None:
 
 
 def _without_auto(section: dict, model: type[BaseModel]) -> dict:
-    """Copy a section without "auto" values in keys that allow "auto"."""
+    """Copy a section, omitting "auto" values of keys that allow "auto"."""
     fields, copy = fields_of(model), {}
     for name, value in section.items():
         below = section_of(fields.get(name))

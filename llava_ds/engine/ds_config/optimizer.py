@@ -10,8 +10,8 @@ from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
 class OptimizerFacts:
     """Facts about an optimizer that can't be read from the built object.
 
-    moments: fp32 numbers per parameter, at most (Muon keeps one for a matrix, and two for Adam's parameters), or the
-    same bytes; op, offloaded_op: the operator that DeepSpeed compiles for it, on the device and for states in CPU
+    moments: fp32 numbers, or their bytes, per parameter, at most (Muon keeps one for a matrix, two for Adam's
+    parameters); op, offloaded_op: the operator that DeepSpeed compiles for it, on the device and for states in CPU
     memory; zero_tested: DeepSpeed has tested it under ZeRO (others need zero_allow_untested_optimizer).
     """
 
@@ -37,13 +37,13 @@ TORCH = {
 }
 # bitsandbytes' optimizers, passed to DeepSpeed as objects. Two 8-bit states, each with one scale per 256 numbers.
 BITSANDBYTES = {name: OptimizerFacts(2 * (1 + 4 / 256) / 4) for name in ("AdamW8bit", "PagedAdamW8bit")}
-# Their other names: bitsandbytes' Adam, because it decays like its AdamW, by the same kernel (0.50); Hugging Face's.
+# Other names for them: Hugging Face's, and bitsandbytes' Adam, because it uses the kernel and decay of AdamW (0.50).
 EIGHT_BIT_NAMES = {
     **dict.fromkeys(("adamw8bit", "adam8bit", "adamw_8bit", "adamw_bnb_8bit", "adam_8bit"), "AdamW8bit"),
     **dict.fromkeys(("pagedadamw8bit", "pagedadam8bit", "paged_adamw_8bit", "paged_adam_8bit"), "PagedAdamW8bit"),
 }
 OPTIMIZERS = DEEPSPEED | TORCH | BITSANDBYTES
-MORE_MOMENTS = ("amsgrad", "centered")  # each of these parameters keeps one number more
+MORE_MOMENTS = ("amsgrad", "centered")  # each adds one number per parameter
 # Optimizers whose updates depend on more than each weight's own gradient, so ZeRO's flat shards change them.
 SHARDED = {"Lamb": "a layer's norm", "Adafactor": "a matrix's rows and columns"}
 WITH_ADAM = ("Adam", "AdamW", "Muon")
@@ -61,7 +61,7 @@ def optimizer_name(block: dict) -> str:
 
 
 def num_moments(config: dict) -> float:
-    """Return how many fp32 numbers the resolved JSON's optimizer (default torch's AdamW) keeps per parameter."""
+    """Return the fp32 numbers per parameter that the resolved JSON's optimizer keeps (default: torch's AdamW)."""
     block = config.get("optimizer", {"type": "AdamW"})
     name, params = optimizer_name(block), block.get("params", {})
     more = [key for key in MORE_MOMENTS if params.get(key)]
@@ -87,7 +87,7 @@ def kernel_of(name: str, params: dict, offload: bool) -> str | None:
 
 
 def kernels_of(config: dict) -> dict[str, str]:
-    """Return DeepSpeed's operators that a resolved JSON needs, each with the key that requires it."""
+    """Return the DeepSpeed operators that a resolved JSON needs, each with the key that requires it."""
     found, block, devices = {}, config.get("optimizer"), {part: offload_device(config, part) for part in OFFLOADED}
     if block is not None:
         offload = devices["offload_optimizer"] != "none"

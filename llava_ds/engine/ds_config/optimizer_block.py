@@ -25,9 +25,9 @@ from llava_ds.engine.ds_config.precision import DTYPES
 from llava_ds.engine.ds_config.scheduler import RATE_KEYS
 
 EIGHT_BIT_PARAMS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-# Names that DeepSpeed, an earlier DeepSpeed or torch knows, and why they can't train a model here.
+# Optimizers of DeepSpeed, an earlier DeepSpeed or torch that can't train a model here, and why.
 IMPOSSIBLE = {
-    "LBFGS": "it computes the loss again within a step, unlike DeepSpeed's engine",
+    "LBFGS": "it computes the loss again within a step, but DeepSpeed's engine can't",
     "SparseAdam": "it takes sparse gradients only",
     "Optimizer": "it is torch's base class",
     **{name: "DeepSpeed 0.19 has removed its 1-bit optimizers" for name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")},
@@ -36,7 +36,7 @@ IMPOSSIBLE = {
         for name in ("MuAdam", "MuAdamW", "MuSGD")
     },
 }
-# DeepSpeed removes these before it passes the rest to the class.
+# DeepSpeed removes these and passes the rest to the class.
 ADAM_EXTRAS = {"torch_adam": False, "adam_w_mode": True, "fp32_optimizer_states": True}
 MUON_PARAMS = {
     **{"lr": 2e-2, "muon_lr": 2e-2, "adam_lr": 3e-4, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"},
@@ -130,8 +130,8 @@ def _set_torch_adam(draft: Draft, name: str, params: dict) -> None:
     missing = missing_tools(draft.device_type, "fused_adam") if draft.is_local else []
     if own or (draft.device_type != "cpu" and not missing):
         return
-    why = "DeepSpeed would compile an Adam for the CPU" if draft.device_type == "cpu" else f"there is no {missing[0]}"
-    draft.fill("optimizer.params.torch_adam", True, f"{why}; torch's is the same maths")
+    why = "DeepSpeed would compile an Adam for the CPU" if draft.device_type == "cpu" else f"{missing[0]} is missing"
+    draft.fill("optimizer.params.torch_adam", True, f"{why}; torch's computes the same")
 
 
 def _set_eight_bits(draft: Draft, block: dict, name: str) -> None:
@@ -151,7 +151,7 @@ def _set_eight_bits(draft: Draft, block: dict, name: str) -> None:
             f"states: {remedy}"
         )
     if name.startswith("Paged") and draft.device_type == "cpu":
-        draft.reasons["optimizer.type"] = f"{asked}; without a GPU nothing is paged, states are in memory"
+        draft.reasons["optimizer.type"] = f"{asked}; without a GPU states stay in memory, nothing is paged"
     if draft.is_open("zero_allow_untested_optimizer"):
         draft.fill("zero_allow_untested_optimizer", True, "bitsandbytes' AdamW is tested under ZeRO here")
 
@@ -181,7 +181,7 @@ def _check_params(draft: Draft, name: str, params: dict, known: dict[str, object
 def _wanted(key: str, default: object, value: object) -> str | None:
     """Return the kind of value to write instead; None if the value is valid."""
     if key in GRAPHS:
-        return None if value is False else "false, or remove it: training never captures or differentiates a step"
+        return None if value is False else "false, or remove it: steps are never captured or differentiated"
     if isinstance(default, bool) or key in ("foreach", "fused"):
         return None if isinstance(value, bool) else "true or false"
     if key == "ns_method":
@@ -190,12 +190,12 @@ def _wanted(key: str, default: object, value: object) -> str | None:
         return None if is_number(value) and value < 1 else "a number from 0 to below 1"
     if isinstance(default, (int, float)) and default >= 0:
         return None if is_number(value) else "a number from 0"
-    return None  # the trial checks the rest
+    return None  # building the class checks the rest
 
 
 def _fill_params(draft: Draft, params: dict, known: dict[str, object]) -> None:
-    """Fill rate and decay from the flags instead of the class's defaults; also betas and epsilon, for optimizers like
-    Adam and if the JSON says auto."""
+    """Fill rate and decay from the flags instead of the class's defaults; for optimizers like Adam, or if the JSON says
+    auto, also betas and epsilon."""
     two_rates = not _one_rate(draft)
     for key, flags in FROM_FLAGS.items():
         if key not in known or not (key in ("lr", "weight_decay") or "betas" in known or key in params):
@@ -242,7 +242,7 @@ def _check_stage(draft: Draft, name: str) -> None:
         )
     if stage and name in SHARDED:
         draft.reasons["optimizer.type"] = (
-            f"sees shards instead of {SHARDED[name]} under ZeRO-{stage}: its updates depend on the number of ranks"
+            f"sees shards instead of {SHARDED[name]} under ZeRO-{stage}: updates depend on the number of ranks"
         )
     if name == "Muon" and stage:
         _check_sharded_muon(draft, stage)

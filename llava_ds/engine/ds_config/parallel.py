@@ -12,11 +12,8 @@ from llava_ds.extensions.active import active, flags_class, reading
 
 
 def with_axes(args: Arguments, raw: dict | None) -> Arguments:
-    """Return the flags with the JSON's sizes. Raises ConfigError, with every reason, for sizes that differ or are
-    invalid.
-
-    Call it before the JSON is resolved, because ranks are laid out before that.
-    """
+    """Return the flags with the JSON's axis sizes. Raises ConfigError, with every reason, for sizes that differ or are
+    invalid."""
     raw, problems = raw or {}, []
     own = [flags_class(name).in_json(raw, problems) for name in reading(raw)]
     for flag, (size, key) in (item for each in own for item in each.items()):
@@ -37,7 +34,7 @@ def with_axes(args: Arguments, raw: dict | None) -> Arguments:
 
 
 def take_axes(draft: Draft, own: dict) -> None:
-    """Copy the JSON's sizes to the flags, and keep in the JSON only the keys for DeepSpeed (for_engine). own: values of
+    """Copy the JSON's axis sizes to the flags, and keep in the JSON only DeepSpeed's keys (for_engine). own: values of
     the extensions' keys."""
     try:
         draft.args = with_axes(draft.args, draft.config | own)
@@ -55,7 +52,7 @@ def check_model(args: Arguments, text_config: PreTrainedConfig) -> None:
 def for_engine(config: dict) -> dict:
     """Return a resolved JSON for DeepSpeed, without train_batch_size if it follows from the two other numbers.
 
-    DeepSpeed would check it against the number of all ranks, but some ranks may share samples.
+    DeepSpeed would check it against the number of all ranks, though some may share samples.
     """
     follows = "train_micro_batch_size_per_gpu" in config
     own = {key: value for key, value in config.items() if key != "train_batch_size" or not follows}

@@ -30,7 +30,7 @@ DEEPEST = 20  # levels of nested objects and lists
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # and their packages
 COMMENT = re.compile(
     r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL
-)  # or a string, because it may contain these characters
+)  # strings match first, because they may contain these characters
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def read_ds_config(path: str | Path) -> dict:
         OSError,
         ValueError,
         RecursionError,
-    ) as error:  # ValueError: no file, JSON or UTF-8, a number of 5,000 digits
+    ) as error:  # ValueError: invalid JSON or UTF-8, or a number of 5,000 digits
         raise ConfigError(f"--deepspeed_config {path} can't be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"--deepspeed_config {path} holds a {type(config).__name__}: expected a JSON object")
@@ -97,7 +97,7 @@ def _parsed(text: str) -> object:
             config = hjson.loads(text, object_pairs_hook=_each_key_once)
         except (hjson.HjsonDecodeError, OverflowError, RecursionError):
             config = None
-        # A file without an object may be anything: Hjson reads a line of prose as a string.
+        # Only accept objects: Hjson reads even a line of prose as a string.
         if not isinstance(config, dict) or not text.lstrip().startswith(("{", "//", "#", "/*")):
             raise
         if _swallows(config, text):
@@ -140,11 +140,10 @@ def resolve_ds_config(
 ) -> ResolvedConfig:
     """Fill every "auto" of a DeepSpeed JSON by the formulas of Hugging Face's integration.
 
-    raw: the JSON as read; hidden_size: the language model's width; device_type: "cpu" or the accelerator's;
-    num_steps: optimizer steps of the run, None before the data is read: then the values that depend on it stay open;
-    is_local: True if this machine will train, so it needs the packages and compilers. The returned flags take values of
-    the JSON that no flag contradicts. Raises ConfigError that lists every conflict.
-    Source: transformers, integrations/deepspeed.py.
+    raw: the JSON as read; hidden_size: the language model's width; device_type: "cpu" or the accelerator's; num_steps:
+    optimizer steps of the run, None before the data is read (values that depend on it then stay open); is_local: True
+    if this machine will train, so it needs the packages and compilers. The returned flags take values of the JSON that
+    no flag contradicts. Raises ConfigError that lists every conflict. Source: transformers, integrations/deepspeed.py.
     """
     draft = _draft(raw, args, dp, hidden_size, device_type, is_local=is_local)
     _resolve_precision_and_axes(draft)
@@ -160,7 +159,7 @@ def resolve_ds_config(
     if draft.get("timers.throughput.enabled") is None:
         why = "DeepSpeed's timer would wait for the device twice per micro-step"
         draft.fill("timers.throughput.enabled", False, why)
-    # engine/non_finite.py replaces the check if torch's fused AdamW is on the weights' device and a norm is computed.
+    # engine/non_finite.py replaces this check if a norm is computed and torch's fused AdamW is on the weights' device.
     normed = draft.get("zero_optimization.compute_grad_norm") is not False
     guarded = "optimizer" not in draft.config and not offloads(draft) and normed
     if draft.get("bf16.enabled") is True and draft.is_open("bf16.check_grad_overflow") and guarded:
@@ -173,7 +172,7 @@ def resolve_ds_config(
 
 
 def _refuse_open(draft: Draft) -> None:
-    """Refuse values that are still "auto", except in a block whose type was refused: their meaning is unknown."""
+    """Refuse values that are still "auto", except in a block whose type was refused: there their meaning is unknown."""
     from llava_ds.engine.ds_config.schema import default_of
 
     refused = tuple(f"{block}.params." for block in ("optimizer", "scheduler") if f"{block}.type" in draft.wrong)
@@ -189,7 +188,7 @@ def _refuse_open(draft: Draft) -> None:
 
 
 def flags_in(raw: dict) -> dict[str, str]:
-    """Map the flags whose value a JSON gives to "key value"."""
+    """Map flags whose value is in the JSON to "key value"."""
     keys = {
         "train_batch_size": "train_batch_size",
         "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
@@ -223,7 +222,7 @@ def axes_from(raw: dict, args: Arguments) -> Arguments:
 def _draft(raw: dict, args: Arguments, dp: int, hidden_size: int, device_type: str, *, is_local: bool) -> Draft:
     """Make a draft from a copy of the JSON. Raises ConfigError if it is nested too deeply."""
     if _depth(raw) > DEEPEST:
-        raise ConfigError(f"the DeepSpeed JSON is nested deeper than {DEEPEST} levels, but no valid key is")
+        raise ConfigError(f"the DeepSpeed JSON is nested deeper than {DEEPEST} levels, the most that valid keys need")
     return Draft(copy.deepcopy(raw), args, dp, hidden_size, device_type, is_local)
 
 

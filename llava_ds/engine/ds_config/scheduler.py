@@ -13,7 +13,7 @@ from llava_ds.constants import in_short
 from llava_ds.engine.ds_config.draft import trial_error
 
 DEEPSPEED = ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
-# Values of --lr_scheduler_type that accept any rate and need no further parameters: they are not tried.
+# Values of --lr_scheduler_type that need no trial: they accept any rate and need no further parameters.
 NOT_TRIED = {"linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt"}
 # The parameter with the language model's peak rate.
 RATE_KEYS = {
@@ -23,7 +23,7 @@ RATE_KEYS = {
     "CyclicLR": "max_lr",
     "OneCycleLR": "max_lr",
 }
-# Rates that a class takes as a list with one value per parameter group. A number would apply to all groups.
+# Rates that a class takes as a list, one per parameter group; a single number would apply to all groups.
 PER_GROUP = {
     "warmup_min_lr",
     "warmup_max_lr",
@@ -37,10 +37,7 @@ NOT_GIVEN = ("self", "optimizer", "last_batch_iteration", "last_epoch")
 
 
 def warmup_steps(args: TrainingArguments, num_steps: int) -> int:
-    """Return the steps in which the rate rises from 0: --warmup_steps, or --warmup_ratio of all steps.
-
-    Source: transformers 5.
-    """
+    """Return the number of steps in which the rate rises from 0: --warmup_steps, or --warmup_ratio of all steps."""
     if args.warmup_steps >= 1:
         return int(args.warmup_steps)
     return math.ceil((args.warmup_steps or args.warmup_ratio) * num_steps)
@@ -87,7 +84,7 @@ def kwargs_problem(args: TrainingArguments) -> str | None:
 
 
 def describe_schedule(args: TrainingArguments, num_steps: int, block: dict | None = None) -> str:
-    """Describe the schedule that scheduler_factory makes from the same arguments."""
+    """Describe the schedule that scheduler_factory builds from the same arguments."""
     if block is not None:
         return f"schedule {block['type']} from the DeepSpeed JSON"
     return f"{warmup_steps(args, num_steps)} of them warm-up, {args.lr_scheduler_type} schedule"

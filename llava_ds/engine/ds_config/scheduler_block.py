@@ -29,13 +29,13 @@ TORCH = (
     "StepLR",
 )
 IMPOSSIBLE = {
-    "ReduceLROnPlateau": "it follows an evaluation, and nothing is evaluated while training",
+    "ReduceLROnPlateau": "it needs an evaluation after every step, and training has none",
     **{name: "it takes a function, and JSON can't hold one" for name in ("LambdaLR", "MultiplicativeLR")},
     **{name: "it takes other schedulers, and JSON can't hold them" for name in ("SequentialLR", "ChainedScheduler")},
 }
-TRIED_STEPS = 20_000  # steps of a schedule to try: half a second
-# DeepSpeed's schedulers accept any value and fail later. The expected kind follows from the parameter's default; these
-# are narrower bounds.
+TRIED_STEPS = 20_000  # number of steps of a schedule to try: half a second
+# DeepSpeed's schedulers accept any value and fail later. A value must be of its default's kind, and within these
+# bounds.
 AT_LEAST_ONE = ("warmup_num_steps", "total_num_steps", "lr_range_test_step_size", "cycle_first_step_size")
 UP_TO_ONE = ("warmup_min_ratio", "cos_min_ratio")
 BELOW_ONE = ("cycle_min_mom", "cycle_max_mom")
@@ -58,7 +58,7 @@ def resolve_block(draft: Draft, num_steps: int | None) -> None:
         return
     draft.reasons.setdefault("scheduler.type", f"from the JSON, instead of {draft.args.training.lr_scheduler_type}")
     problems = len(draft.problems)
-    for key in ("last_batch_iteration", "last_epoch"):  # DeepSpeed's and torch's name for the first step
+    for key in ("last_batch_iteration", "last_epoch"):  # the first step's name in DeepSpeed and torch
         if (begins := params.pop(key, -1)) not in (-1, AUTO) or isinstance(begins, bool):
             draft.refuse(
                 f"scheduler.params.{key} is {as_json(begins)} in the DeepSpeed JSON: remove it, or write -1; a resumed "
@@ -103,8 +103,8 @@ def _fill_params(draft: Draft, name: str, params: dict, known: dict[str, object]
         if draft.args.training.learning_rate == 0:
             draft.refuse(f"--learning_rate is 0, and {name} scales every group's rate by it: give a rate above 0")
     if name == "LRRangeTest" and draft.is_open("scheduler.params.lr_range_test_min_lr"):
-        # The start of a range test is not the training rate: a written value leaves the flag, and the groups'
-        # proportions, unchanged.
+        # A range test's start is not the training rate: writing it leaves the flag and the groups' proportions
+        # unchanged.
         draft.fill("scheduler.params.lr_range_test_min_lr", draft.args.training.learning_rate, "--learning_rate")
     if params.get("warmup_min_lr") == AUTO:
         draft.fill("scheduler.params.warmup_min_lr", 0, "as in Hugging Face's integration")

@@ -1,6 +1,6 @@
 """The keys of a DeepSpeed JSON and their kinds.
 
-DeepSpeed's own pydantic models are used if they exist, so that they match the installed version; the other sections are
+DeepSpeed's own pydantic models are used if they exist, so that keys match the installed version; other sections are
 declared here, and a test compares their names with DeepSpeed's source.
 """
 
@@ -101,7 +101,7 @@ class Timers(_Section):
 class DeepSpeedJson(_Section):
     """The whole file, without nulls and "auto"."""
 
-    train_batch_size: object = None  # these four and their kinds are compared with flags
+    train_batch_size: object = None  # flags are compared with these four and their kinds
     train_micro_batch_size_per_gpu: object = None
     gradient_accumulation_steps: object = None
     gradient_clipping: object = None

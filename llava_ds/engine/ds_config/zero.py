@@ -16,7 +16,7 @@ NEEDS_GPU = {
     "zero_quantized_weights": "DeepSpeed's quantizer is written for GPUs",
     "zero_quantized_nontrainable_weights": "DeepSpeed's quantizer is written for GPUs",
     "zero_quantized_gradients": "DeepSpeed's quantizer is written for GPUs",
-    "offload_optimizer.super_offload": "it is made for GPUs with a CPU on the same module",
+    "offload_optimizer.super_offload": "it is for GPUs on one module with a CPU",
 }
 NEEDS_STAGE_3 = (
     "zero_hpz_partition_size",
@@ -35,7 +35,7 @@ def resolve_zero(draft: Draft) -> None:
     stage = draft.get("zero_optimization.stage") or 0
     if stage < 3 and _set_value(draft, "offload_param") is not None:
         # LLaVA-NeXT's zero2_offload.json has it: DeepSpeed ignores it.
-        why = f"at stage {stage} every rank holds all parameters, there is nothing to offload"
+        why = f"at stage {stage} every rank holds all parameters, nothing is offloaded"
         draft.fill("zero_optimization.offload_param.device", "none", why)
     _check_stage(draft, stage)
     _check_reduction(draft, stage)
@@ -59,7 +59,7 @@ def offload_device(config: dict, part: str) -> str:
 
 
 def _set_value(draft: Draft, key: str) -> object:
-    """Return the value of a key of ZeRO's section; None for a value that leaves the feature off."""
+    """Return the value of a key in ZeRO's section; None if the value leaves the feature off."""
     value = offload_device(draft.config, key) if key in OFFLOADED else draft.get(f"zero_optimization.{key}")
     plain = value in (None, False, "none") or (value == 1 and value is not True)  # True == 1
     return None if plain else value
@@ -119,7 +119,7 @@ def _check_nvme(draft: Draft, stage: int, part: str) -> None:
     path = draft.get(f"{key}.nvme_path")
     if path == AUTO:
         path = os.path.abspath(os.path.join(draft.args.training.output_dir or "output", "nvme"))
-        draft.fill(f"{key}.nvme_path", path, "--output_dir; name a folder on a local NVMe disk if that is none")
+        draft.fill(f"{key}.nvme_path", path, "--output_dir; if it is not on a local NVMe disk, name a folder on one")
     if not isinstance(path, str):
         draft.refuse(f"{key}.nvme_path is missing: name a folder on a local NVMe disk")
         return

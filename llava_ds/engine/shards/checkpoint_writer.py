@@ -115,7 +115,7 @@ class CheckpointWriter(TorchCheckpointEngine):
                 self._write(*self._waiting.pop(0))  # pop frees its memory
             self._read_back()
             self.took_s = time.perf_counter() - started
-        except BaseException as error:  # raised where training waits for this thread
+        except BaseException as error:  # re-raised when training waits for this thread
             self._error = error
 
 

@@ -24,13 +24,13 @@ from llava_ds.files.reading import read_json
 
 MAX_LAYOUT_BYTES = 256 << 20  # limit of a layout file; it has a line for every parameter
 
-# Kinds of optimizer: DeepSpeed's wrapper of the optimizer that the user chose.
+# Kinds of optimizer: DeepSpeed's wrapper around the user's optimizer.
 PLAIN, UNFUSED, FUSED, ZERO, BF16_ZERO, ZERO_3 = "plain", "unfused", "fused", "zero", "bf16_zero", "zero_3"
 REPLICATED = (PLAIN, UNFUSED, FUSED)  # every data-parallel rank has the whole state, and the first one saves it
 
 
 class Wrapper(NamedTuple):
-    """Names in DeepSpeed 0.19. masters, weights: attributes with the tensors that the optimizer updates, and with the
+    """Names in DeepSpeed 0.19. masters: attribute with the tensors that the optimizer updates; weights: with the
     model's parameters by group; saved, saved_optimizer: state keys of the masters, and of the user's optimizer."""
 
     masters: str
@@ -84,11 +84,11 @@ class Piece(NamedTuple):
     offset: int
 
     def overlap(self, other: "Piece") -> int:
-        """Count the numbers in both pieces of one parameter."""
+        """Return the number of elements in both pieces of one parameter."""
         return sum(block.rows * block.width for block in self.common(other))
 
     def common(self, other: "Piece") -> list[Block]:
-        """Return the numbers in both pieces of one parameter, as blocks."""
+        """Return the elements in both pieces of one parameter, as blocks."""
         if self.slice == other.slice:
             first = max(self.start, other.start)
             width = min(self.start + self.length, other.start + other.length) - first
@@ -144,7 +144,7 @@ class Layout:
 
     kind: one of the constants above; optimizer: its class; dtype, master_dtype: of the model's and the optimizer's
     weights; slots: the pieces in each tensor that the optimizer updates, in the order of its states; fused: torch's
-    single-kernel version, with states on another device; tp, pp, ep: numbers of ranks that shared the model (see
+    single-kernel version, keeping states on another device; tp, pp, ep: numbers of ranks that shared the model (see
     Placement).
     """
 

@@ -24,7 +24,7 @@ LLAVA_CLASSES: dict[str, tuple[str, str]] = {
     for family, names in json.loads(Path(__file__).with_name("llava_classes.json").read_text(encoding="utf-8")).items()
 }
 MOE_PREFIX = "moe_"  # MoE-LLaVA puts it before LLaVA's model_type
-PUBLISHED = "llava"  # model_type of LLaVA-1.5's published folders, for any language model
+PUBLISHED = "llava"  # model_type in LLaVA-1.5's published folders, for any language model
 
 # Names of the configuration field with the MLPs' width.
 MLP_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
@@ -32,7 +32,7 @@ MLP_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 STATEFUL = "linear_attention"  # in layer_types: a layer that carries a state from token to token
 WINDOWED = "sliding_attention"  # in layer_types: a layer in which a token sees a window
 
-# Kinds of rotary angles that depend on the longest sample in a forward pass, so samples of a pack affect each other.
+# Kinds of rotary angles that depend on the longest sample in a forward pass: samples of a pack affect each other.
 FOLLOWING_ROPE = ("longrope", "dynamic")
 
 HF_HEAD = "language_model.lm_head.weight"  # the output layer in a llava-hf folder
@@ -67,7 +67,7 @@ def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 def head_width(layer: PreTrainedConfig) -> int:
-    """Return the width of a head. layer: one of layer_configs()."""
+    """Return the width of a head. layer: an item of layer_configs()."""
     return getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
 
 
@@ -104,7 +104,7 @@ def config_of(config: dict, where: str, path: str = "") -> PreTrainedConfig:
     """Build a config.json's contents as its transformers class. Source: AutoConfig.from_pretrained."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        why = f"transformers does not know its model_type {shown(kind)}"
+        why = f"transformers does not know model_type {shown(kind)}"
         if config.get("auto_map"):
             why = OWN_CODE
         raise ConfigError(f"{where} can't be opened: {why}")
@@ -174,7 +174,7 @@ def hold_rotary_angles(model: nn.Module) -> None:
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) in FOLLOWING_ROPE:
-            module.rope_type = "default"  # read only in forward, to choose the update
+            module.rope_type = "default"  # forward reads it only to choose the update
 
 
 def length_note(config: PreTrainedConfig, max_length: int) -> str | None:
@@ -236,7 +236,7 @@ def is_tied_in_hf(language_model: PreTrainedModel) -> bool:
 
 
 def embedding_name(language_model: PreTrainedModel) -> str:
-    """Return the family's name for the matrix of token embeddings."""
+    """Return the family's name for the token embedding matrix."""
     embedding = language_model.get_input_embeddings().weight
     return next(name for name, parameter in language_model.named_parameters() if parameter is embedding)
 

@@ -26,10 +26,10 @@ class TowerFamily:
     name: its classes are named name + "Config" and name + "Model"; patch_embedding, norm: names of its first layer and
     of the norm after the last layer; first_tokens: number of tokens before the patches (class token, then registers);
     crops: its image processor crops the centre by default; any_size: it takes images of any size, so the image
-    processor's size is used; any_shape: it can see images in their own shape (flex_tower.py); llavas: LLaVA's code has
-    a class for it; in_hf: prefix of its tensors' names in a llava-hf folder; settings: configuration values in training
-    that switch off randomness and parts that would never run; mlp_width: width of the MLPs in its layers; problem:
-    reason why a configuration can't be trained, "" if it can.
+    processor chooses the size; any_shape: it can see images in their own shape (flex_tower.py); llavas: LLaVA's code
+    has a class for it; in_hf: prefix of its tensors' names in a llava-hf folder; settings: configuration values in
+    training that switch off randomness and parts that would never run; mlp_width: width of the MLPs in its layers;
+    problem: reason why a configuration can't be trained, "" if it can.
     """
 
     name: str
@@ -65,7 +65,7 @@ def _dinos_mlp(config: PreTrainedConfig) -> int:
 
 
 def _dinos_problem(config: PreTrainedConfig) -> str:
-    return "its MLPs have gates (use_swiglu_ffn), and these are not supported" if config.use_swiglu_ffn else ""
+    return "its MLPs have gates (use_swiglu_ffn): these are not supported" if config.use_swiglu_ffn else ""
 
 
 _CLIPS = {"patch_embedding": "embeddings.patch_embedding", "norm": "post_layernorm", "in_hf": "vision_model."}
@@ -86,7 +86,7 @@ TOWERS = {
         norm="norm",
         first_tokens=_with_registers,
         any_size=lambda config: True,
-        # Random changes of positions, for pretraining only.
+        # Random shifts of positions, for pretraining only.
         settings=dict.fromkeys(("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")),
     ),
     "aimv2_vision_model": TowerFamily(

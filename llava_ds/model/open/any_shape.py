@@ -14,15 +14,15 @@ from llava_ds.geometry import ImageSpec, TiledImageOptions
 from llava_ds.layouts import MediaLayout
 from llava_ds.tilings import Cut, Size
 
-_FLEX_STEP = 1e-5  # of the scale
+_FLEX_STEP = 1e-5  # precision of the scale
 
 
 @dataclass(frozen=True)
 class FlexTiling:
     """Cells of SigLIP 2 NaFlex: the image in its own shape, with as many cells as allowed, one feature each.
 
-    side: of a cell in pixels; merge: patches along a side; most: cells of an image.
-    Source: transformers' Siglip2ImageProcessor, whose cells are single patches.
+    side: of a cell in pixels; merge: patches along a side; most: cells per image, at most. Source: transformers'
+    Siglip2ImageProcessor, whose cells are single patches.
     """
 
     image_token: ClassVar[None] = None

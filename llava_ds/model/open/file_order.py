@@ -1,4 +1,4 @@
-"""Report files that transformers ignores although they differ from the files it reads."""
+"""Report files that transformers ignores, although they differ from the files it reads."""
 
 import contextlib
 import json
@@ -72,7 +72,7 @@ def ignored_weights(path: str | Path) -> list[str]:
         return []
     try:
         taken = weight_files(path)
-    except DataError:  # the code that reads the weights reports it; an estimate reads none
+    except DataError:  # the code that reads the weights reports it; an estimate reads no weights
         return []
     groups = {}
     for name in WHOLE:
@@ -95,7 +95,7 @@ def difference(taken: list[Path], others: list[Path]) -> str:
     except (DataError, OSError):
         return "can't be read"
     if first.keys() != second.keys():
-        return f"holds {len(second):,} tensors instead of {len(first):,}"
+        return f"has {len(second):,} tensors instead of {len(first):,}"
     other = [name for name, row in first.items() if not _is_same(row, second[name])]
     return f"{len(other):,} of {len(first):,} tensors differ, such as {other[0]}" if other else ""
 
@@ -138,8 +138,8 @@ def ignored_settings(folder: str | Path, where: str) -> list[str]:
 def _others(folder: Path, taken: dict, other: dict, what: str) -> dict[str, tuple[object, object]]:
     """Compare the settings of two files: (value used, value ignored) by name, where they differ.
 
-    Settings are compared as transformers' class interprets them, with its defaults and former names. They are compared
-    verbatim if no class runs without torchvision, or if the class refuses them.
+    Compares settings as transformers' class interprets them, with its defaults and former names; verbatim if no class
+    runs without torchvision, or if the class refuses them.
     """
     if taken == other:
         return {}
@@ -154,7 +154,7 @@ def _others(folder: Path, taken: dict, other: dict, what: str) -> dict[str, tupl
 
 
 def ignored_templates(folder: str | Path, where: str, template: str) -> list[str]:
-    """Describe files with another chat template than the one used; [] if none differs."""
+    """Describe files with a chat template that differs from the one used; [] if all agree."""
     folder = Path(folder)
     texts: dict[str, object] = {TEMPLATE_FILES[0]: old_template(folder, where)}
     for name in (TEMPLATE_FILES[1], f"{TEMPLATES_FOLDER}/default.jinja"):
@@ -173,7 +173,7 @@ def ignored_templates(folder: str | Path, where: str, template: str) -> list[str
 
 
 def _default(templates: object) -> object:
-    """Find the default among a tokenizer's named templates."""
+    """Find a tokenizer's default among its named templates."""
     if isinstance(templates, list):
         return next((t.get("template") for t in templates if isinstance(t, dict) and t.get("name") == "default"), None)
     return templates

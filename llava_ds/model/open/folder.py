@@ -80,5 +80,5 @@ def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
         if args.model.vision_tower is not None and folder.vision_config is not None:
             lines.append(f"--vision_tower {args.model.vision_tower} is not read: the model has its own tower weights")
     if not (brings_projector or given_projector or trains_projector_only(args.model)):
-        lines.append("no --pretrain_mm_mlp_adapter: the projector starts from random numbers, without stage 1")
+        lines.append("without --pretrain_mm_mlp_adapter the projector starts from random numbers, not from stage 1")
     return args, lines

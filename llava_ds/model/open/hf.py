@@ -35,8 +35,8 @@ def hf_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     return HF_CLASSES.get(config.model_type)
 
 
-# Largest difference of logits, relative to their largest magnitude, at which two models count as equal: they sum in
-# different orders.
+# Two models count as equal up to this difference of logits, relative to the largest magnitude: they sum in different
+# orders.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 

@@ -15,10 +15,10 @@ from llava_ds.runtime.mesh import sum_over
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.waiting import waiting
 
-MAX_SHOWN = 4  # problems named in one message
+MAX_SHOWN = 4  # number of problems named in one message
 MAX_NAME = 200  # characters of a tensor's name in a message
 SUM_NUMBERS = 2**20
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # constants of glibc's malloc.h
 
 
 @torch.no_grad()
@@ -32,9 +32,9 @@ def load_weights(
 ) -> None:
     """Fill every parameter of a module, partitioned or not, and the source's buffers; verify parameters by checksum.
 
-    module: or some of its parameters by name; copies: False lets parameters be views of the mapped file (all processes
-    of a machine share its pages), for a module in CPU memory that is moved or sharded next; elsewhere: names and shapes
-    of the module's parameters on other ranks; the source must also have them. Weights of quantized layers are packed on
+    module: or some of its parameters, by name; copies: False lets parameters be views of the mapped file (whose pages
+    all processes of a machine share), for a module in CPU memory that is moved or sharded next; elsewhere: names and
+    shapes of parameters on other ranks that the source must also have. Weights of quantized layers are packed on
     reading, and summed packed. Raises DataError if a tensor is missing, has another shape or is not in the module, and
     RuntimeError if the ranks' values differ from the files (writes to partitioned parameters can get lost silently).
     """
@@ -66,7 +66,7 @@ def load_weights(
                     parameter.data.copy_(tensor)
                 else:
                     parameter.data = tensor
-                del tensor  # it would keep the mapped file in memory
+                del tensor  # the value would keep the mapped file in memory
     _check_arrival(parameters, sums, ranks, f"{what} {source.path}")
 
 
@@ -78,7 +78,7 @@ def _gathered(parameter: nn.Parameter) -> contextlib.AbstractContextManager:
 
 
 def _named(module: nn.Module | dict[str, nn.Parameter]) -> tuple[dict[str, nn.Parameter], set[str]]:
-    """Return parameters by name, tied ones once, and the remaining names of tied ones."""
+    """Return parameters by name, tied ones once, and the other names of tied ones."""
     if isinstance(module, dict):
         return module, set()
     parameters = dict(module.named_parameters())
@@ -116,7 +116,7 @@ def check_fit(
     ):
         if names:
             first = ", ".join(name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}..." for name in names[:3])
-            problems.append(f"{len(names)} tensors {problem}, the first are {first}")
+            problems.append(f"{len(names)} tensors {problem}, such as {first}")
     for name, shape in (shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()}).items():
         if source.shapes.get(name, shape) != shape:
             problems.append(f"{name} has shape {source.shapes[name]}, the model needs {shape}")
@@ -129,7 +129,7 @@ def check_depth(config: PreTrainedConfig, source: Weights, what: str) -> None:
     if config.num_hidden_layers > len(source.shapes):
         raise DataError(
             f"{what} {source.path} does not fit the model: config.json says num_hidden_layers "
-            f"{config.num_hidden_layers}, and its files hold {len(source.shapes)} tensors: copy it again"
+            f"{config.num_hidden_layers}, but its files have {len(source.shapes)} tensors: copy it again"
         )
 
 
@@ -146,7 +146,7 @@ def return_freed_memory() -> Iterator[None]:
     mallopt(M_MMAP_THRESHOLD, 2**20)
     try:
         yield
-    finally:  # where glibc's own adjustment would end: training reuses its blocks
+    finally:  # threshold at which glibc's own adjustment ends: training reuses its blocks
         mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
         mallopt(M_TRIM_THRESHOLD, 64 * 2**20)
 
@@ -177,7 +177,7 @@ def _check_arrival(parameters: dict[str, nn.Parameter], sums: torch.Tensor, rank
             held, sums = held.cpu(), expected.cpu()
     wrong = [name for name, a, b in zip(parameters, held.tolist(), sums.tolist()) if a != b]
     if wrong:
-        raise RuntimeError(f"{what}: {len(wrong)} tensors did not arrive as read, the first is {wrong[0]}")
+        raise RuntimeError(f"{what}: {len(wrong)} tensors in the model differ from the files, such as {wrong[0]}")
 
 
 def _own_partition(parameter: nn.Parameter) -> torch.Tensor:
@@ -203,7 +203,7 @@ def is_4bit(layer: nn.Module) -> bool:
 
 
 def scales_of(layer: nn.Module) -> list[torch.Tensor]:
-    """Return the scales of a packed layer: the tensors that its weight is computed from, without the integers."""
+    """Return the scales of a packed layer: the tensors, besides the integers, that its weight is computed from."""
     if not is_4bit(layer):
         return [layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB]
     state = layer.quant_state

@@ -18,7 +18,7 @@ from llava_ds.model.open.weights import Over, Source, Weights
 
 FLAG = "--model_name_or_path"
 
-STAGE_1_HINT = "it is stage 1's output: give it to --pretrain_mm_mlp_adapter, and the language model's folder here"
+STAGE_1_HINT = "it is stage 1's output: name it in --pretrain_mm_mlp_adapter, and the language model's folder here"
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def _open_tokenizer(folder: ModelFolder) -> PreTrainedTokenizerBase:
         tokenizer = open_tokenizer(folder.tokenizer)
     else:
         tokenizer = folder.architecture.open_tokenizer(folder.tokenizer, where)
-    if folder.base is not None:  # an adapter has a template only if its variables differ
+    if folder.base is not None:  # an adapter's folder has a template only if its variables differ
         tokenizer.chat_template = read_template(Path(folder.path), where) or tokenizer.chat_template
     return tokenizer
 
@@ -93,7 +93,7 @@ def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan, Sou
     if folder.architecture is not None:
         where, own = f"{FLAG} {folder.path}", Path(folder.path)
         files = (own / name for name in ("preprocessor_config.json", "processor_config.json"))
-        if not any(map(is_there, files)):  # an adapter has one only if its image sizes differ
+        if not any(map(is_there, files)):  # an adapter's folder has one only if its image sizes differ
             own = Path(folder.base or folder.path)
         return folder.architecture.plan_tower(own, _open_tokenizer(folder), where), folder.vision_tower, None
     given = args.vision_tower
@@ -114,7 +114,7 @@ def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan, Sou
     tower = read_tower(given, args)
     if width is not None and width != tower.width:
         raise ConfigError(
-            f"--vision_tower {given} gives features {tower.width} wide, but {FLAG} {folder.path} was trained on "
+            f"--vision_tower {given} has features {tower.width} wide, but {FLAG} {folder.path} was trained on "
             f"{trained_with}, {width} wide: give that one"
         )
     if folder.vision_tower is not None:
@@ -134,7 +134,7 @@ def _refuse_other_tower(folder: ModelFolder, given: TowerPlan) -> None:
     other = [name for name in _TOWER_SHAPE if getattr(own, name, None) != getattr(given.config, name, None)]
     if other:
         raise ConfigError(
-            f"--vision_tower is another tower than the one in {FLAG} {folder.path}: "
+            f"--vision_tower is not the tower in {FLAG} {folder.path}: "
             + ", ".join(f"{name} {getattr(given.config, name, None)} for {getattr(own, name, None)}" for name in other)
             + ": leave it out, because the model brings its own"
         )
@@ -152,7 +152,7 @@ class ModelPlan:
     has_value_head: bool = False
     notes: tuple[str, ...] = ()  # lines about changes that the flags make to the model
     checkpoint: Path | None = None  # the checkpoint to resume from
-    only_products: str | None = None  # the only way to compute stacked matrices, if the model has just one
+    only_products: str | None = None  # the only way to compute stacked matrices, if the model has only one
     own: Mapping[str, object] = field(default_factory=dict)  # the extensions' plans, by extension name
 
     @property
@@ -171,7 +171,7 @@ class ModelPlan:
         if part == "value_head":
             return "the value head starts from zeros"
         source = self.sources.of(part)
-        lacks = "" if source is None else f"{source.path} holds no {formats.LLAVA_NEWLINE}: "
+        lacks = "" if source is None else f"{source.path} has no {formats.LLAVA_NEWLINE}: "
         return f"{lacks}the {part} starts from random numbers"
 
     @property
@@ -253,7 +253,7 @@ def _check_last_layers(args: ModelArguments, parts: Parts) -> None:
     """Compare --unfreeze_topk_llm and --unfreeze_topk_vision with the numbers of layers."""
     counts = {"unfreeze_topk_llm": parts.text_config.num_hidden_layers, "unfreeze_topk_vision": parts.tower.num_layers}
     problems = [
-        f"--{flag} is {given}, but the model has {count} layers there: give no more"
+        f"--{flag} is {given}, but the model has {count} layers there: give at most that"
         for flag, count in counts.items()
         if (given := getattr(args, flag)) > count
     ]
@@ -265,7 +265,7 @@ def _check_layer_embeddings(args: ModelArguments, parts: Parts) -> None:
     if parts.folder.architecture is None and has_layer_embeddings(parts.text_config):
         raise ConfigError(
             f"--model_name_or_path {args.model_name_or_path} is a {parts.text_config.model_type}: its layers have "
-            "their own token embeddings, and transformers' Llava does not pass these to them: choose another language "
+            "their own token embeddings, but transformers' Llava does not pass these on: choose another language "
             "model, or the whole model that it is a part of"
         )
 

@@ -135,7 +135,7 @@ def projector_from_hf(name: str) -> str | None:
 
 
 def tower_from_disk(name: str) -> str | None:
-    """Map a name in a tower's folder (vision model alone, or with its text model) to one in the tower ("tower.*").
+    """Map a name in a tower's folder (a vision model, perhaps with its text model) to one in the tower ("tower.*").
 
     None for the text model, projections and position buffers.
     """
@@ -175,8 +175,8 @@ def tower_to_disk(name: str, kind: str) -> str:
 
 
 def runs_in_tower(name: str, num_layers: int) -> bool:
-    """True for parameters that run in a tower of num_layers layers; False for later layers, final norm, pooling head
-    and mask token."""
+    """True for parameters that a tower of num_layers layers uses; False for later layers, final norm, pooling head and
+    mask token."""
     layer = re.match(r"tower\.(?:encoder\.layers?|model\.layer)\.(\d+)\.", name)
     never = ("tower.post_layernorm.", "tower.layernorm.", "tower.norm.", "tower.rms_norm.", "tower.head.")
     is_used = not name.startswith(never) and name != "tower.embeddings.mask_token"

@@ -40,7 +40,7 @@ def load_pickle(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _compressed(file: Path) -> str | None:
-    """Return the name of a compressed member of a zip, or None. Expanding a megabyte of it could fill the memory."""
+    """Return the name of a compressed member of a zip, or None: a megabyte could expand to fill the memory."""
     with zipfile.ZipFile(file) as zipped:
         return next((one.filename for one in zipped.infolist() if one.compress_type != zipfile.ZIP_STORED), None)
 

@@ -19,9 +19,9 @@ from llava_ds.model.families.language import MLP_WIDTHS, final_logits, has_state
 from llava_ds.model.open.loading import persistent_buffers
 
 LENGTHS = (3, 11, 7)  # tokens per sample
-WINDOW, CAP = 4, 2.0  # the copy's sliding windows and soft caps: small enough to matter
-DECAY = ".A_log"  # a parameter that makes a state fade: by exp(-exp(A_log)) or more per token
-BOUND = 2.0  # bound of a tower's numbers, if it has bounds: small enough to matter
+WINDOW, CAP = 4, 2.0  # the copy's sliding windows and soft caps, small enough to take effect
+DECAY = ".A_log"  # parameter that makes a state fade, by exp(-exp(A_log)) or more per token
+BOUND = 2.0  # bound of a tower's numbers, if bounded: small enough to take effect
 WIDTH, VOCABULARY = 64, 48  # the copy's MLP width and number of tokens
 NO_INTERFACE = "its attention or its positions don't follow transformers' interface"
 MAX_COPY_BYTES = 2**30  # limit of the copy's size; published models' copies take some megabytes
@@ -144,8 +144,8 @@ def difference_of_a_pack(config: PreTrainedConfig, device: torch.device, dtype: 
 def small_copy(config: PreTrainedConfig, twice: bool = False) -> PreTrainedConfig:
     """Reduce a configuration to few heads of unchanged width and one layer of each kind, at least two layers.
 
-    The last layer is the model's last one. twice: repeat the layers, so that another layer reads each kind's output at
-    every token; ignored if layers share keys, because their kinds already follow each other.
+    The last layer is the model's last one. twice: repeat the layers, so that a later layer reads every kind's output at
+    every token; ignored if layers share keys, because their kinds already alternate.
     """
     small, layers = copy.deepcopy(config), layer_configs(config)
     first = layers[0]  # if heads differ, the other layers' configurations override it
@@ -248,14 +248,14 @@ def draw(model: nn.Module) -> None:
 def _end_problem(model: nn.Module) -> str | None:
     """Return the problem with modules outside the layers that transformers' Llava can't hold, or None."""
     if not isinstance(model.base_model, MODEL_MAPPING[type(model.config)]):
-        return "transformers' Llava would build another model from its configuration"
+        return "transformers' Llava would build a different model from its configuration"
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None or head.in_features != model.config.hidden_size:
         return "its output layer is not a plain matrix like the one in transformers' Llava"
     inside = {id(parameter) for parameter in (*model.base_model.parameters(), head.weight)}
     outside = [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
     if outside:
-        return f"transformers' Llava has no place for its {outside[0]}"
+        return f"transformers' Llava can't hold its {outside[0]}"
     return None
 
 
@@ -273,15 +273,12 @@ def _difference(model: nn.Module, reference: nn.Module) -> str | None:
     if logits.shape != expected.shape or _distance(logits, expected) > TOLERANCE:
         return f"its logits for samples laid end to end differ from the logits for each sample alone: {NO_INTERFACE}"
     if _distance(final_logits(model.get_output_embeddings()(hidden[0, kept]), model.config), logits) > TOLERANCE:
-        return "its logits are changed after the output layer in a way that transformers' Llava does not have"
+        return "it changes the logits after the output layer, and transformers' Llava does not"
     return None
 
 
 def _last_layer_problem(model: nn.Module) -> str | None:
-    """Return the reason against computing the last layer at some positions only, or None.
-
-    Tries few positions of one sample, many of another, and none of a third.
-    """
+    """Return the reason why the last layer can't be computed at some positions only, or None."""
     inputs = random_inputs(model)
     second = LENGTHS[0]
     kept = torch.tensor([0, *range(second + 2, second + LENGTHS[1] - 1)])

@@ -29,7 +29,7 @@ class Rows:
 
     inputs, outputs: names of the parameters with a row per token (outputs: the output layer's weight and perhaps bias);
     layers: names of per-layer embeddings; new: LLaVA's tokens in the last rows, initialised with the mean of the other
-    rows; before: the configuration's number of rows, None if any number may be resized.
+    rows; before: the configuration's number of rows; None if any number will do.
     """
 
     total: int
@@ -164,7 +164,7 @@ def _grow(
     total = -(-max(before, needed) // multiple) * multiple
     if total == before:
         line = (
-            f"--resize_token_embeddings True adds no row: the embedding has {before:,}, the tokenizer needs {needed:,}"
+            f"--resize_token_embeddings True adds no rows: the embedding has {before:,}, the tokenizer needs {needed:,}"
         )
         return config, sources, [line]
     config, sources = _with_rows(config, sources, plan_rows(config, total, before=before))
@@ -196,7 +196,7 @@ def frozen_rows(model: nn.Module, args: ModelArguments) -> list[str]:
     frozen = [name for name in ends if name not in trained]
     if not frozen:
         return []
-    then = ", and the projector's file does not hold them: give the flag again in the next stage"
+    then = ", and the projector's file does not include them: give the flag again in the next stage"
     return [
         f"--resize_token_embeddings True: the flags leave {' and '.join(frozen)} frozen, so new rows stay at the mean "
         f"of the others{then if trains_projector_only(args) else ''}"

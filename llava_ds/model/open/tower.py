@@ -54,9 +54,9 @@ def _read_second(first: TowerPlan, folder: str, second: str, args: ModelArgument
     plan = plan_tower(config, {**seen, "do_center_crop": False}, where, args)
     if (plan.images.size, plan.num_patches) != (side, first.num_patches):
         raise ConfigError(
-            f"--vision_tower {folder},{second}: the first makes {first.num_patches} patches of {side} x {side} pixels, "
-            f"the second {plan.num_patches} of {plan.images.size} x {plan.images.size}, but their features are "
-            "concatenated: take two that make the same number of patches"
+            f"--vision_tower {folder},{second}: the first makes {first.num_patches} patches of {side} x {side} "
+            f"pixels, the second {plan.num_patches} of {plan.images.size} x {plan.images.size}, but their features "
+            "are concatenated: choose two with the same number of patches"
         )
     return plan
 
@@ -96,7 +96,7 @@ def plan_tower(config: PreTrainedConfig, processor: dict, where: str, args: Mode
         if class_token:
             raise ConfigError("--s2 True needs --mm_vision_select_feature patch: there is one class token per tile")
         if args.mm_patch_merge_type != "flat":
-            raise ConfigError("--s2 True needs --mm_patch_merge_type flat: it makes tiles of its own")
+            raise ConfigError("--s2 True needs --mm_patch_merge_type flat: S2 cuts its own tiles")
         size, patch_size = scales[-1], patch_size * (scales[-1] // scales[0])
     colours, resample = _colours(processor), _resample(processor, where)
     images = ImageSpec(size, patch_size * stride, *colours, stretch, class_token, short_side, resample)
@@ -130,15 +130,15 @@ def _colours(processor: dict) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _uneven(kind: str, side: int, where: str) -> str:
-    """Return a message about squares that leave patches over. side: patches in a row."""
+    """Build the message for squares that don't divide the patches evenly. side: patches in a row."""
     fitting = [stride for stride in range(2, 10) if side % stride == 0]
     plain, _, end = kind.rpartition("_")
     instead = f"give _{end[:-1]}{fitting[0]}" if fitting else f"give {plain}"
     if not kind.startswith("mlp"):  # an extension's
         instead = f"give {kind.partition(':')[0]}:{fitting[0]}" if fitting else "give mlp2x_gelu"
     return (
-        f"--mm_projector_type {kind}: {where} gives {side} x {side} patches, but squares of "
-        f"{square_stride(kind)} x {square_stride(kind)} don't fill them: {instead}, or take another tower"
+        f"--mm_projector_type {kind}: {where} gives {side} x {side} patches, but squares of {square_stride(kind)} x "
+        f"{square_stride(kind)} don't fill the grid: {instead}, or take another tower"
     )
 
 
@@ -178,7 +178,7 @@ def vision_config(config: dict, where: str) -> PreTrainedConfig:
 
 
 def read_processor(path: str | Path, where: str) -> dict:
-    """Read the settings of a folder's image processor, from the file that transformers would use."""
+    """Read a folder's image processor settings, from the file that transformers would use."""
     settings, file = image_settings(path, where)
     if settings.get("do_normalize") is False:
         settings |= {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
@@ -220,7 +220,7 @@ def _stretches(processor: dict, config: PreTrainedConfig, where: str) -> bool:
     size, crops = processor.get("size"), processor.get("do_center_crop", tower_family(config).crops)
     given = {name for name, side in size.items() if side is not None} if isinstance(size, dict) else set()
     if isinstance(size, int):
-        given = {"shortest_edge"}  # the meaning in CLIP's, SigLIP's and BiT's classes
+        given = {"shortest_edge"}  # the meaning of size in CLIP's, SigLIP's and BiT's classes
     if not given or config.model_type == "siglip2_vision_model":  # SigLIP 2's images are always made square
         return not crops
     if given <= {"height", "width"} and (not crops or size == processor.get("crop_size", size)):
@@ -266,14 +266,14 @@ def _short_side(processor: dict, size: int, where: str) -> int | None:
         return None
     if type(scaled) is not int or scaled < size:
         raise ConfigError(
-            f"{where}: its image processor scales images to {shown(scaled)} pixels, but crops {size}: expected it to "
-            "scale to at least as many"
+            f"{where}: its image processor scales images to {shown(scaled)} pixels, but crops {size}: expected at "
+            "least that many"
         )
     return scaled
 
 
 def _resample(processor: dict, where: str) -> int:
-    """Return Pillow's number of the image processor's filter."""
+    """Return Pillow's number for the image processor's filter."""
     resample = processor.get("resample")
     if resample not in (None, *FILTERS):
         raise ConfigError(f"{where}: its image processor says resample {shown(resample)}, expected one of {FILTERS}")

@@ -147,7 +147,7 @@ def _flags_of_hf(config: PreTrainedConfig, processor: dict, where: str) -> dict[
     if not isinstance(layer, int):
         problems.append(f"vision_feature_layer is {layer}, several layers at once")
     if strategy == "default" and not num_first:
-        problems.append("it drops the first patch, because its tower has no class token to drop")
+        problems.append("it would drop the first patch, because its tower has no class token")
     if num_first > 1:
         problems.append("its tower's registers would be features of the image")
     if problems:

@@ -12,7 +12,7 @@ from llava_ds.batch import Batch
 class ValueHead(nn.Module):
     """A linear layer without bias, to one number: the score of an answer, or the value of a state.
 
-    Its weights start at zero, and so do all scores. It is a module, so that ZeRO-3 gathers it where it is used.
+    Weights and scores start at zero. A module, so that ZeRO-3 gathers it where it is used.
     """
 
     def __init__(self, width: int) -> None:

@@ -21,8 +21,8 @@ from llava_ds.files.model_files import MAX_BYTES, is_there, own_file, read_json,
 from llava_ds.model.open import names as formats
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
-WHOLE = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)  # each may have an index with shards instead
-MAPPED_BYTES = 32 * 2**20  # read of a file before it is mapped anew
+WHOLE = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)  # each may instead have an index of shards
+MAPPED_BYTES = 32 * 2**20  # bytes to read of a file before it is mapped again
 
 
 class Weights(Protocol):
@@ -90,7 +90,7 @@ class WeightFiles:
 class OpenedFile:
     """A mapped file of tensors. The tensors outlive it.
 
-    It is reopened now and then, because pages that were read count as this process's memory until the map is closed.
+    Reopened now and then, because pages that were read count as this process's memory until the map is closed.
     """
 
     def __init__(self, file: Path) -> None:
@@ -118,7 +118,7 @@ class OpenedFile:
 
 
 def weight_files(path: str | Path) -> list[Path]:
-    """List the files with a folder's weights; for a path to a file, the file. Raises DataError without any.
+    """List the files of a folder's weights, or the file that a path names. Raises DataError if none exist.
 
     If a folder has several sets, chooses like transformers (with a private function of 5.23; a test compares it with
     from_pretrained).
@@ -168,7 +168,7 @@ def _shards(index: Path) -> list[Path]:
     """Return the files of an index. Raises DataError for a missing file."""
     files = [index.parent / name for name in names_in(index)]
     if missing := [file.name for file in files if not file.is_file()]:
-        raise DataError(f"{index.parent}: {index.name} names {', '.join(missing)}, but it is missing: copy it again")
+        raise DataError(f"{index.parent}: {index.name} names {', '.join(missing)}, but that is missing: copy it again")
     return files
 
 
@@ -286,8 +286,8 @@ class Source:
 class Sources:
     """Sources of the weights of each part; None for a part that starts from random numbers.
 
-    rest_of_tower: the tower's own folder, if the model's folder has the tower's weights; export takes tensors from it
-    that the model lacks. new_rows: a projector's file with rows for new tokens. value_head: None without one. own: of
+    rest_of_tower: the tower's own folder, if the model's folder has tower weights; export takes the tensors that the
+    model lacks from there. new_rows: a projector's file with rows for new tokens. value_head: None without one. own: of
     extensions' modules, by part.
     """
 

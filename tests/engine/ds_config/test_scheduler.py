@@ -86,7 +86,7 @@ WRONG = [
     (
         block("ReduceLROnPlateau"),
         {},
-        'scheduler.type "ReduceLROnPlateau" in the DeepSpeed JSON can\'t be used here, because it follows an eval',
+        'scheduler.type "ReduceLROnPlateau" in the DeepSpeed JSON can\'t be used here, because it needs an eval',
     ),
     (
         block("LambdaLR"),

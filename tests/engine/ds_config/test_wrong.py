@@ -28,11 +28,11 @@ WRONG = [
     ({"gradient_cliping": 1}, {}, f"gradient_cliping {NO_KEY} did you mean gradient_clipping?"),
     ({"fp8": {"enabled": True}}, {}, f'fp8 is {{"enabled": true}} {J}: remove it, weights train in the precision of bf16, fp16 or fp32'),
     ({"xyz": 1}, {}, f"xyz {NO_KEY} DeepSpeed would ignore it, remove it"),
-    ({"reduce_scatter": True}, {}, f"reduce_scatter {NO_KEY} it belongs into zero_optimization"),
+    ({"reduce_scatter": True}, {}, f"reduce_scatter {NO_KEY} it belongs in zero_optimization"),
     (zero(gradient_clipping=1), {}, f"zero_optimization.gradient_clipping {NO_KEY} it belongs at the top level, outside sections"),
     (zero(overlap_com=True), {}, f"zero_optimization.overlap_com {NO_KEY} did you mean overlap_comm?"),
     (zero(stage3_prefetch=5), {}, f"zero_optimization.stage3_prefetch {NO_KEY} did you mean stage3_prefetch_bucket_size?"),
-    ({"bf16": {"loss_scale": 0}}, {}, f"bf16.loss_scale {NO_KEY} it belongs into fp16"),
+    ({"bf16": {"loss_scale": 0}}, {}, f"bf16.loss_scale {NO_KEY} it belongs in fp16"),
     ({"fp16": {"hysterisis": 2}}, {}, f"fp16.hysterisis {NO_KEY} did you mean hysteresis?"),
     (
         {"aio": {"wibble": 1}},
@@ -47,9 +47,9 @@ WRONG = [
     (zero(**{"offload_param.device": "cpu"}), {}, f'zero_optimization."offload_param.device" {NO_KEY} nest it, as {{"offload_param": {{"device": ...}}}}'),
     ({"zero_optimization.stage.x": 1}, {}, f'"zero_optimization.stage.x" {NO_KEY} DeepSpeed would ignore it, remove it'),
     # What is not here, and what asks for nothing
-    ({"moe": {"enabled": True, "ep_size": 2}}, {}, f"moe.enabled is true {J}: remove it, experts follow from flags: --moe_enable True, --num_experts, --top_k_experts and --moe_mode, and --ep_size or moe_expert_parallel_size for the ranks that share them"),
+    ({"moe": {"enabled": True, "ep_size": 2}}, {}, f"moe.enabled is true {J}: remove it, experts follow from flags: --moe_enable True, --num_experts, --top_k_experts and --moe_mode, and --ep_size or moe_expert_parallel_size for the number of ranks that share them"),
     ({"moe": {"enabled": False}}, {}, None),
-    ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, {}, f"expert_parallel.enabled is true {J}: remove it, DeepSpeed 0.19.8's AutoEP fails with transformers 5 (_CanRecordRegistry.get() takes 2 arguments, 3 are given), and makes its experts after the optimizer's groups; a family with experts trains at stages 0 to 3 without it, and moe_expert_parallel_size shares out the experts of --moe_enable"),
+    ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, {}, f"expert_parallel.enabled is true {J}: remove it, DeepSpeed 0.19.8's AutoEP fails with transformers 5 (_CanRecordRegistry.get() takes 2 arguments, 3 are given), and creates its experts after the optimizer's groups; families with experts train at stages 0 to 3 without it; for --moe_enable, moe_expert_parallel_size divides the experts over ranks"),
     ({"mpu": {"a": 1}}, {}, f'mpu is {{"a": 1}} {J}: remove it, it is an object of Megatron\'s: here the sizes of the axes decide the layout of ranks'),
     *[
         (nothing, {}, None)

@@ -56,7 +56,7 @@ def test_a_run_without_a_teacher_and_weights_on_nvme_are_refused(tmp_path):
     flags = ["--output_dir", "out", "--deepspeed_config", "zero2", "--objective", "gkd"]
     with pytest.raises(ConfigError, match="needs --teacher_model_name_or_path"):
         parse_arguments(flags)
-    with pytest.raises(ConfigError, match="unknown flag --seq_kd: leave it out, for the teacher draws no answers"):
+    with pytest.raises(ConfigError, match="unknown flag --seq_kd: leave it out, because the teacher draws no answers"):
         parse_arguments([*flags, "--seq_kd", "True"])
     args = Arguments(ModelArguments(), DataArguments(), TrainingArguments(learning_rate=1e-3), frozenset())
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}

@@ -499,7 +499,7 @@ def test_an_adapter_of_other_layers_or_without_weights_is_refused(base, adapter,
     shutil.copytree(adapter[0], folder)
     tensors = load_file(folder / "adapter_model.safetensors")
     save_file({k: v for k, v in tensors.items() if "mlp" not in k}, folder / "adapter_model.safetensors")
-    with pytest.raises(DataError, match=r" 12 tensors missing, the first are language_model.model.layers.0.mlp"):
+    with pytest.raises(DataError, match=r" 12 tensors missing, such as language_model.model.layers.0.mlp"):
         built(base, lora_bias="all", lora_weight_path=str(folder))
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"it contains no adapter_model\.safetensors or adapter_model.bin"):

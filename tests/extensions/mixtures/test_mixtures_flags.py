@@ -60,7 +60,7 @@ def test_flags_of_moe_llavas_scripts_are_read():
     [
         ("--ep", ": did you mean --ep_size?"),
         ("--expert_model_parallel_size", ": did you mean --ep_size?"),
-        ("--eval_capacity_factor", ": leave it out, for eval and inference drop no tokens"),
+        ("--eval_capacity_factor", ": leave it out, because eval and inference drop no tokens"),
     ],
 )
 def test_other_trainers_flags_lead_to_what_is_meant_here(flag, says):

@@ -128,7 +128,7 @@ BROKEN = {
     with_slots("part=1"): "idea.py: part: give a class of extensions/base.py's SessionPart",
     with_slots("hooks=((Phase.LOG, int),)"): "idea.py: int: give a Phase and a class of",
     **{
-        with_slots(f"{slot}=print"): f"nothing calls {slot} of a plugin"
+        with_slots(f"{slot}=print"): f"{slot} of a plugin is never called"
         for slot in ("store", "folder", "open_folder", "text")
     },
     with_slots("choices={'mm_projector': 1}"): "'mm_projector': did you mean mm_projector_type",
@@ -176,7 +176,7 @@ def test_a_file_that_is_none_is_refused(tmp_path):
 def test_it_counts_as_untried_with_an_axis_unless_it_says_so(tmp_path):
     file = write(tmp_path, WHOLE)
     for flag in [name for name in ("tensor_parallel", "sequence_parallel") if name in EXTENSIONS]:
-        with pytest.raises(ConfigError, match=f"idea.py needs .*name no needs.*--{flag}_size 2"):
+        with pytest.raises(ConfigError, match=f"idea.py needs .*define no needs.*--{flag}_size 2"):
             parse("--plugin", file, f"--{flag}_size", "2")
     load([write(tmp_path, WHOLE.replace("    idea_size", "    needs: ClassVar = {}\n    idea_size"))])
     assert flags_class("idea").needs == {}
@@ -309,5 +309,7 @@ def test_a_format_of_records_is_converted(tmp_path, tokenizer):
 def test_fields_are_for_answers_from_records(tmp_path):
     if "preference" not in EXTENSIONS:
         pytest.skip("there is no extension preference")
-    with pytest.raises(ConfigError, match=r"idea.py reads fields of records, which --objective dpo does not hand on"):
+    with pytest.raises(
+        ConfigError, match=r"idea.py reads fields of records, but --objective dpo does not pass them on"
+    ):
         parse("--plugin", write(tmp_path, FIELDS), "--objective", "dpo")

@@ -20,10 +20,10 @@ def refusal(*flags: str) -> str:
     [
         (
             ["--loss_reduction", "micro_batch", "--objective", "dpo"],
-            "is for --objective sft, which is dpo: leave",
+            "is for --objective sft, not dpo: leave",
         ),
-        (["--label_smoothing", "0.1"], "--label_smoothing belongs to --objective dpo, which is sft: leave one of them"),
-        (["--objective", "reward", "--rpo_alpha", "1"], "--rpo_alpha belongs to --objective dpo, which is reward"),
+        (["--label_smoothing", "0.1"], "--label_smoothing belongs to --objective dpo, not sft: leave one of them"),
+        (["--objective", "reward", "--rpo_alpha", "1"], "--rpo_alpha belongs to --objective dpo, not reward"),
         (
             ["--objective", "dpo", "--desirable_weight", "2"],
             "--desirable_weight belongs to --objective kto",
@@ -32,7 +32,7 @@ def refusal(*flags: str) -> str:
         (["--objective", "reward", "--beta", "1"], "--beta belongs to --objective dpo and kto"),
         (["--objective", "kto"], "--objective kto needs --data_path with preferences"),
         (["--objective", "reward"], "--objective reward needs --data_path with preferences"),
-        (["--reward_loss", "tokens"], "--reward_loss belongs to --objective reward, which is sft"),
+        (["--reward_loss", "tokens"], "--reward_loss belongs to --objective reward, not sft"),
         (["--objective", "reward", "--tune_mm_mlp_adapter", "True"], "train the language model as well"),
         (["--objective", "dpo", "--simpo_gamma", "1"], "--simpo_gamma has no effect with --loss_type sigmoid"),
         (["--objective", "dpo", "--cpo_alpha", "1"], "--cpo_alpha has no effect with --loss_type sigmoid"),

@@ -29,7 +29,7 @@ def refusal(*flags: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--reward_funcs", "exact"], "--reward_funcs belongs to --objective grpo and ppo, which is sft"),
+        (["--reward_funcs", "exact"], "--reward_funcs belongs to --objective grpo and ppo, not sft"),
         (["--objective", "grpo"], "--objective grpo needs --reward_funcs"),
         (
             ["--objective", "grpo", "--loss_type", "ipo"],
@@ -72,9 +72,9 @@ def refusal(*flags: str) -> str:
         ),
         (["--objective", "grpo", "--eval_fraction", "0.1"], "--eval_fraction can't be used with --objective grpo"),
         (["--objective", "ppo"], "--objective ppo needs --reward_funcs"),
-        (["--objective", "ppo", "--beta", "1"], "grpo, which is ppo: leave one of them out"),
-        (["--objective", "ppo", "--loss_type", "dapo"], "grpo, which is ppo: leave one of them out"),
-        (["--objective", "grpo", "--kl_ctl", "1"], "--kl_ctl belongs to --objective ppo, which is grpo"),
+        (["--objective", "ppo", "--beta", "1"], "grpo, not ppo: leave one of them out"),
+        (["--objective", "ppo", "--loss_type", "dapo"], "grpo, not ppo: leave one of them out"),
+        (["--objective", "grpo", "--kl_ctl", "1"], "--kl_ctl belongs to --objective ppo, not grpo"),
         (["--objective", "ppo", "--dynamic_sample", "True"], "--dynamic_sample belongs to --objective grpo"),
         (["--objective", "grpo", "--max_resample_times", "2"], "has no effect without --dynamic_sample True"),
         (["--objective", "grpo", "--max_resample_times", "0"], "give 1 or more; --dynamic_sample False tries no other"),
@@ -121,7 +121,7 @@ def test_the_tiny_recipes_eval_samples_are_not_blamed_on_a_run_of_rewards(object
         ("--ppo_epochs", "did you mean --num_iterations?"),
         ("--temprature", "did you mean --temperature?"),
         ("--offload_reference_model", "did you mean --kl_ctl 0 (no reference model), for one is whole on every rank?"),
-        ("--print_answers", "leave it out, for rollouts.jsonl has answers of every step with their rewards"),
+        ("--print_answers", "leave it out, because rollouts.jsonl has answers of every step with their rewards"),
     ],
 )
 def test_misspelled_flags_and_those_of_other_trainers_lead_to_ours(flag, hint):

@@ -22,7 +22,7 @@ def test_every_recipe_that_takes_minutes_asks_for_answers():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"sample_steps": 1.5}, "give a whole number of steps, or a part of all steps below 1"),
+        ({"sample_steps": 1.5}, "give a whole number of steps, or a fraction of all steps, below 1"),
         ({"num_sample_questions": 0}, "--num_sample_questions is 0: give 1 or more$"),
         ({"sample_data_path": __file__}, "has questions for --sample_steps: give that as well"),
     ],
