@@ -110,7 +110,7 @@ def _with_gradient(module: torch.nn.Module, inputs: tuple) -> tuple | None:
 
 
 def _elsewhere(model: LlavaModel, part: str, weights: Weights) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a part's parameters that other ranks hold, and of its stored buffers, by name in the part."""
+    """Return the shapes of a part's parameters on other ranks, and of its stored buffers, by name in the part."""
     prefix, placement = f"{part}.", placement_of(model)
     found = [(share.name, share.shape) for share, parameter in placement.shares(model) if parameter is None]
     found += [(name, shape) for name, shape in placement.buffers if name.removeprefix(prefix) in weights.shapes]
