@@ -84,7 +84,8 @@ EXTENSIONS: dict[str, Trigger] = {
     ),
     "distill": Trigger(
         "distillation: a student learns a larger model's distribution of every token",
-        "teacher_model_name_or_path beta temperature sft_alpha",
+        "teacher_model_name_or_path beta temperature sft_alpha gkd_logits_topk lmbda max_completion_length "
+        "per_device_generation_batch_size",
         adds={"objective": {"gkd": "a teacher's distribution of every token (docs/distill.md)"}},
     ),
     "environment": Trigger(

@@ -62,6 +62,11 @@ class ResolvedConfig:
         autocast = self.config.get("torch_autocast", {})
         return torch_dtype(autocast["dtype"]) if autocast.get("enabled") else self.dtype
 
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """Return a context in which models without an engine compute as the engine does."""
+        enabled = self.config.get("torch_autocast", {}).get("enabled", False)
+        return torch.autocast(device.type, self.compute_dtype, enabled=enabled)
+
     def explain(self) -> list[str]:
         """Return one line per filled value."""
         width = max((len(key) for key in self.reasons), default=0)

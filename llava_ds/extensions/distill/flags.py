@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from llava_ds.config.bounds import Part, Positive, Rate
+from llava_ds.config.bounds import Count, Part, Positive, Rate
 from llava_ds.config.flags import flags_of
-from llava_ds.extensions.base import ExtensionFlags, Number, ObjectiveTraits
+from llava_ds.extensions.base import Drawing, ExtensionFlags, Number, ObjectiveTraits
 
 if TYPE_CHECKING:
     from llava_ds.config.arguments import Arguments
@@ -18,7 +18,7 @@ _gkd, _ = flags_of("distill", goes_with="gkd")
 class Flags(ExtensionFlags):
     """Flags of distillation."""
 
-    other_names: ClassVar = {"--teacher_model_name_or_path": "--teacher_model"}
+    other_names: ClassVar = {"--teacher_model_name_or_path": "--teacher_model", "--gkd_logits_topk": "--loss_top_k"}
     not_here: ClassVar = {"the teacher draws no answers": "--seq_kd"}
     numbers: ClassVar = {
         "divergence": Number("Divergence from the teacher, per token", "divergence {:.3g}"),
@@ -39,10 +39,23 @@ class Flags(ExtensionFlags):
     temperature: Positive = _gkd(1.0, "gkd: divisor of both models' logits in the divergence, and of drawn answers.")
     sft_alpha: Rate = _gkd(0.0, "gkd: weight of the cross-entropy of the records' answers, added to the divergence.")
 
+    gkd_logits_topk: Count | None = _gkd(
+        None,
+        "gkd: keep so many of the teacher's most probable tokens with the encoded data, computed at the first start, "
+        "and train without the teacher in memory; all other tokens count as one. Absent: all tokens, from memory.",
+    )
+    lmbda: Part = _gkd(
+        0.0, "gkd: share of the steps that train on answers drawn by the student instead of the records' (λ)."
+    )
+    max_completion_length: Count = _gkd(256, "gkd with --lmbda: longest drawn answer in tokens.")
+    per_device_generation_batch_size: Count = _gkd(
+        32, "gkd with --lmbda: prompts that a rank draws answers to at once.", resume="layout"
+    )
+
     @property
     def frozen_folder(self) -> str | None:
-        """The teacher's folder."""
-        return self.teacher_model_name_or_path
+        """The teacher's folder, unless its numbers are on disk."""
+        return None if self.gkd_logits_topk else self.teacher_model_name_or_path
 
     def traits(self, objective: str) -> ObjectiveTraits | None:
         """Return the traits: the records and answers of supervised fine-tuning."""
@@ -52,9 +65,45 @@ class Flags(ExtensionFlags):
             "whole_layers": "the teacher is not divided into stages",
             "dense_mlps": "it is not tried with these experts",
         }
+        if self.gkd_logits_topk or self.lmbda:
+            needs |= {
+                "known_samples": "the teacher's numbers are written before",
+                "whole_sample": "as it was read",
+            }
+        if self.lmbda:
+            needs |= {"known_samples": "prompts are encoded before", "whole_sample": "answers are drawn on one rank"}
+            needs |= {"whole_matrices": "answers are drawn on one rank", "plain_weights": "answers are drawn from them"}
         return ObjectiveTraits(needs=needs)
 
+    def drawing(self, args: "Arguments") -> Drawing | None:
+        """Return the drawing of a step; None without."""
+        if not self.lmbda:
+            return None
+        training = args.training
+        prompts = training.per_device_train_batch_size * training.gradient_accumulation_steps
+        return Drawing(
+            prompts=prompts,
+            answers=1,
+            new_tokens=self.max_completion_length,
+            max_length=args.data.model_max_length,
+            at_once=min(prompts, self.per_device_generation_batch_size),
+            shares=False,
+            frozen_models=0,
+            updates=1,
+            by_server=False,
+        )
+
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """Yield missing flags."""
+        """Yield missing and conflicting flags."""
         if self.teacher_model_name_or_path is None:
             yield "--objective gkd needs --teacher_model_name_or_path: name the folder of the teacher"
+        if self.gkd_logits_topk and self.lmbda:
+            yield "--gkd_logits_topk has the teacher's numbers of the records' answers only: leave --lmbda out"
+        if (self.gkd_logits_topk or self.lmbda) and args.rewinds:
+            name = "gkd_logits_topk" if self.gkd_logits_topk else "lmbda"
+            yield f"--on_loss_spike rewind can't be used with --{name}: leave one of them out"
+        if self.lmbda == 1 and self.sft_alpha:
+            yield "--sft_alpha has no effect with --lmbda 1 (no record's answer is trained): leave it out"
+        for name in ("max_completion_length", "per_device_generation_batch_size"):
+            if name in args.given and not self.lmbda:
+                yield f"--{name} has no effect without --lmbda: give it, or leave this out"

@@ -13,6 +13,7 @@ from llava_ds.constants import IMAGE_TOKEN, ConfigError
 from llava_ds.extensions.distill.divergence import divergence
 from llava_ds.model.heads import LogProbs
 from llava_ds.model.llava import LlavaModel
+from llava_ds.model.output_loss import chunk_rows
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.second_models.frozen import FrozenPlan, open_frozen, open_sharded, plan_frozen
@@ -35,6 +36,11 @@ def plan_teacher(draft: PlanDraft) -> FrozenPlan:
             "the same vocabulary"
         )
     return found
+
+
+def shared_rows(plan: Plan) -> int:
+    """Return the number of rows that both output layers have, C."""
+    return min(each.text_config.vocab_size for each in (plan.model, plan.own["distill"].model))
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,12 @@ class Live:
         if self.softcap is not None:
             logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits.log_softmax(1)
+
+    def most_probable(self, kept: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the K largest log-probabilities of every position, and their tokens, (S, K) each."""
+        rows = chunk_rows(self.rows, self.hidden.device.type)
+        parts = (self.logs(slice(first, first + rows)) for first in range(0, max(1, len(self.hidden)), rows))
+        return tuple(map(torch.cat, zip(*(part.topk(kept, 1) for part in parts))))
 
 
 def _states(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float | None) -> tuple:
@@ -99,8 +111,7 @@ class LiveTeacher:
             run = open_frozen(frozen, resolved.compute_dtype, ranks)
         model = getattr(run, "module", run)
         mesh.adapt(model)
-        rows = min(plan.model.text_config.vocab_size, frozen.model.text_config.vocab_size)
-        return cls(run, model, rows, plan.args.own["distill"].temperature)
+        return cls(run, model, shared_rows(plan), plan.args.own["distill"].temperature)
 
     @torch.no_grad()
     def of(self, batch: Batch) -> Live:

@@ -6,13 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
-
-from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample
 from llava_ds.extensions.rl.rewards import Reward
 from llava_ds.model.llava import LlavaModel
-from llava_ds.train.evaluating.sampling import Answer, DrawRules
+from llava_ds.train.evaluating.sampling import Answer, DrawRules, with_answer
 
 
 @dataclass(frozen=True)
@@ -70,13 +67,6 @@ class Drawer:
     def metrics(self, groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
         """Return sums over prompts, each a mean over its episodes."""
         raise NotImplementedError
-
-
-def with_answer(asked: LoadedSample, answer: Sequence[int]) -> LoadedSample:
-    """Append an answer's ids, supervised, to a prompt."""
-    ids = torch.tensor(answer)
-    labels = torch.cat([torch.full_like(asked.input_ids, IGNORE_INDEX), ids])
-    return LoadedSample(torch.cat([asked.input_ids, ids]), labels, asked.media, asked.source)
 
 
 def whole_sample(asked: LoadedSample, answer: Answer) -> LoadedSample:

@@ -231,7 +231,7 @@ class Rollouts(SessionPart):
             samples = [prompt.sample for prompt in prompts]
             return prompts, on_every_rank(self.ranks, lambda: self._server.draw(samples, places, seeds, self._rules))
         size, drawer = self._flags.per_device_generation_batch_size, self._drawer
-        with whole_weights(self._twin), self._precision():
+        with whole_weights(self._twin), self.plan.resolved.autocast(self.ranks.device):
             if drawer is not None:
                 pairs = on_every_rank(self.ranks, lambda: drawer.draw(self._twin, prompts, seeds, self._rules))
                 return [asked for asked, _ in pairs], [episodes for _, episodes in pairs]
@@ -365,13 +365,7 @@ class Rollouts(SessionPart):
             old, values = found if self._has_critic else (found, None)
             drawn = drawn._replace(old=old)
         if self._reference is not None:
-            with self._precision():
+            with self.plan.resolved.autocast(self.ranks.device):
                 frozen = self._reference(batch, LogProbs(self._rules.temperature))
             drawn = drawn._replace(frozen=frozen)
         return batch.with_extra(drawn=drawn), values
-
-    def _precision(self) -> torch.autocast:
-        """Return the engine's autocast context; the engine enters it by itself."""
-        resolved = self.plan.resolved
-        enabled = resolved.config.get("torch_autocast", {}).get("enabled", False)
-        return torch.autocast(self.ranks.device.type, resolved.compute_dtype, enabled=enabled)

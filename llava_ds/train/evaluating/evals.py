@@ -93,8 +93,7 @@ class Evaluation:
         self._eval_steps = steps_between(training.eval_steps, num_steps)
         self._runner, self._ranks, self._mesh, self._packing = runner, ranks, mesh, plan.steps.packing
         self._objective, self._own = objective, own
-        autocast = plan.resolved.config.get("torch_autocast", {}).get("enabled", False)
-        self._precision = torch.autocast(ranks.device.type, plan.resolved.compute_dtype, enabled=autocast)
+        self._precision = plan.resolved.autocast(ranks.device)
         self._num_workers, self._eval_set = args.data.dataloader_num_workers, plan.evals.eval_set
         self.log = Evals(plan.output_dir, plan.resumed_step, ranks, trackers)
         self._num_steps, self._last_s = num_steps, 0.0  # seconds of the last evaluation

@@ -1,6 +1,7 @@
 # B prompts, G answers to each, L tokens of the longest prompt, D language-model width, V vocabulary, R cached rows
 """Sample answers from a model. Answers that are equal so far share their computation, beginning with the prompt."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from llava_ds.constants import IMAGE_TOKEN_INDEX
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample, collate, padded_left
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import final_logits
@@ -46,6 +47,13 @@ class DrawRules:
     def room(self, prompt: LoadedSample) -> int:
         """Return how many tokens an answer to the prompt may have."""
         return min(self.max_new_tokens, self.max_length - len(prompt.input_ids))
+
+
+def with_answer(asked: LoadedSample, answer: Sequence[int]) -> LoadedSample:
+    """Append an answer's ids, supervised, to a prompt."""
+    ids = torch.tensor(answer)
+    labels = torch.cat([torch.full_like(asked.input_ids, IGNORE_INDEX), ids])
+    return LoadedSample(torch.cat([asked.input_ids, ids]), labels, asked.media, asked.source)
 
 
 def numbers_for(rules: DrawRules, seed: int, step: int, sample: int, attempt: int = 0) -> np.ndarray:

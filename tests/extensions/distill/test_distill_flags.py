@@ -7,12 +7,14 @@ import llavas
 import pytest
 import toys
 from extension_there import needs_extension
+from known_flags import known_words
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.resolve import resolve_ds_config
 from llava_ds.extensions.distill.extension import check
+from llava_ds.extensions.distill.flags import Flags
 from llava_ds.extensions.distill.teacher import plan_teacher
 from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.ranks import Ranks
@@ -33,7 +35,7 @@ def draft(base: dict[str, str], teacher: str) -> PlanDraft:
 
 
 def as_one_folder(base: dict[str, str]) -> str:
-    """A LLaVA of both models, in a folder second theirs."""
+    """A LLaVA of both models, in another folder."""
     folder = Path(base["vision_tower"]).parent / "llava"
     llavas.write_hf(folder, base, llavas.hf_model(base))
     return str(folder)
@@ -80,3 +82,31 @@ def test_the_estimate_knows_the_teacher(tmp_path):
     for stage, tp, shards in ((2, 1, 1), (3, 1, 4), (3, 2, 1)):
         both = [estimate(each, ZeroPlacement(stage), Setup(4, weight_bytes=4, tp=tp)) for each in (one, alone)]
         assert both[0].weights - both[1].weights == 4 * -(-one.second // shards)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--gkd_logits_topk 8 --lmbda 0.5", "--gkd_logits_topk has the teacher's numbers of the records' answers only"),
+        ("--lmbda 1 --sft_alpha 0.1", "--sft_alpha has no effect with --lmbda 1"),
+        ("--max_completion_length 8", "--max_completion_length has no effect without --lmbda"),
+        ("--lmbda 0.5 --pipeline_parallel_size 2", "the teacher is not divided into stages"),
+        ("--lmbda 0.5 --tensor_parallel_size 2", "answers are drawn on one rank"),
+        ("--gkd_logits_topk 8 --sequence_parallel_size 2", "needs all tokens of a sample on one rank"),
+        ("--lmbda 0.5 --on_loss_spike rewind", "--on_loss_spike rewind can't be used with --lmbda"),
+        ("--lmbda 0.5 --stream True --max_steps 9", "prompts are encoded before"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(flags, expected):
+    if known_words(flags.split()) != flags.split():
+        pytest.skip("an extension of these flags was deleted")
+    given = ["--output_dir", "out", "--deepspeed_config", "zero2", "--objective", "gkd", "--data_path", __file__]
+    with pytest.raises(ConfigError) as refused:
+        parse_arguments([*given, "--teacher_model_name_or_path", ".", *flags.split()])
+    assert expected in str(refused.value)
+
+
+def test_a_teacher_on_disk_takes_no_memory():
+    """Its folder is not in the estimate."""
+    assert Flags(teacher_model_name_or_path="t").frozen_folder == "t"
+    assert Flags(teacher_model_name_or_path="t", gkd_logits_topk=4).frozen_folder is None
