@@ -2,9 +2,9 @@
 
     python examples/environments/crop_then_count.py output/walls
 
-writes walls: four generated scenes in one image, and questions about one of them. start.json has conversations that
-show how to ask, for a quarter at random: half of them ask, the others answer at once. train.json and heldout.json have
-questions for --environment examples/environments/crop_then_count.py:CropThenCount.
+writes walls: four generated scenes in one image, and questions about one of them. start.json has conversations to tune
+on first: half of them ask for a quarter, drawn from those with such things, and the others answer at once. train.json
+and heldout.json have questions for --environment examples/environments/crop_then_count.py:CropThenCount.
 """
 
 import json

@@ -28,8 +28,8 @@ class Environment(Protocol):
     def reset(self, record: dict[str, object], seed: int) -> str | dict | None:
         """Begin an episode. Returns an observation to ask in place of the record's question, or None for that question.
 
-        record: "id", "prompt" (the question's text), "images" (PIL, RGB), "reference" (the record's answer), and the
-        record's other columns. seed: the same for all episodes of a prompt in a step.
+        record: "id", "prompt" (its text as reward functions get it), "images" (PIL, RGB), "reference" (the record's
+        answer), and the record's other columns. seed: the same for all episodes of a prompt in a step.
         """
 
     def step(self, answer: str) -> tuple[str | dict | None, float | None, bool]:

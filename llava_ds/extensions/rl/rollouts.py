@@ -90,6 +90,8 @@ class Rollouts(SessionPart):
         if critic is not None:
             configs.append(critic.model.text_config)
         self._shares_prompts = shares_prompts(self._flags.share_prompts, plan.args, configs)
+        if self._drawer is not None and plan.images.trunk_inputs(torch.ones(1, dtype=torch.bool), torch.tensor([0, 1])):
+            self._shares_prompts = False  # images of an answer would attend to themselves without the prompt
         on_every_rank(self.ranks, self._try_rewards)
 
     def built(self, model: LlavaModel) -> None:
