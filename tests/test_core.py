@@ -27,7 +27,7 @@ BARS = {
     "feature words": 61,
     "kernel files": 39,
     "kernel lines": 5790,
-    "all lines": 75445,
+    "all lines": 75447,
 }
 
 # What one reads to understand training.
