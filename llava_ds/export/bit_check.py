@@ -10,7 +10,7 @@ import torch
 from llava_ds.export.layer_by_layer import LIMIT_S, TooSlow
 from llava_ds.model.open.weights import WeightFiles
 
-# By file, or folder of weights: the checksum of each tensor's bits, by its name there.
+# Checksum of each tensor's bits, by the tensor's name, by file or folder of weights.
 Written = dict[Path, dict[str, int]]
 
 
@@ -38,9 +38,9 @@ def check_written(written: Written) -> None:
             raise RuntimeError(f"{path} holds {len(files.shapes)} tensors, but {len(sums)} were written: report this")
         for number, (name, read) in enumerate(files.tensors()):
             if time.monotonic() > end:
-                raise TooSlow(f"after {LIMIT_S:g} s only {number} of {len(sums)} tensors of {path} were read again")
+                raise TooSlow(f"after {LIMIT_S:g} s only {number} of {len(sums)} tensors of {path} were read back")
             if _word_sum(read()) != sums[name]:
                 raise RuntimeError(
-                    f"{path} was exported, but {name} in it differs from the tensor that was written (other bits): "
-                    "keep the checkpoint, check the disk and export it again"
+                    f"{path} was exported, but {name} in it does not have the bits that were written: keep the "
+                    "checkpoint, check the disk and export it again"
                 )

@@ -1,4 +1,4 @@
-"""Several adapters of one base, merged into a single model by weights."""
+"""Merge several adapters of one base into a single model, by weights."""
 
 import dataclasses
 from functools import partial
@@ -40,10 +40,11 @@ def open_adapters(
     others = [{entry.name: entry for entry in entries} for _, entries, _ in opened]
     for folder, (plan, _, _), entries in zip(folders[1:], opened[1:], others[1:]):
         if entries.keys() != others[0].keys() or any(entries[e.name].shape != e.shape for e in first):
-            raise ConfigError(f"{folder} is an adapter for another model than {folders[0]}: leave it out")
+            raise ConfigError(f"{folder} and {folders[0]} are adapters for different models: leave one out")
         if _bases(plan) != _bases(export):
             raise ConfigError(
-                f"{folder} has another base model than {folders[0]}: give theirs with --model_base, or leave it out"
+                f"{folder} has a different base model from {folders[0]}: name the common one with --model_base, or "
+                "leave it out"
             )
     base = {entry.name: entry for entry in _base_entries(export)}
     blended = [

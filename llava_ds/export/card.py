@@ -24,7 +24,7 @@ SHOWN = (
     "lr_scheduler_type", "warmup_ratio", "weight_decay", "max_grad_norm", "bf16", "fp16", "loss_reduction", "seed",
 )  # fmt: skip
 
-FORMS = ("hf", "llava", "adapter", "projector")  # the others are extensions'
+FORMS = ("hf", "llava", "adapter", "projector")  # the others belong to extensions
 
 # run/evaluate.py inserts its scores here; a card without this mark is not changed.
 EVALUATIONS_END = "<!-- llava_ds: evaluations end here -->"
@@ -123,7 +123,7 @@ def add_evaluation(folder: Path, name: str, scores: dict) -> bool:
         return False
     if EVALUATIONS_END not in card:
         return False
-    name = re.sub(r"[^\w .,:+-]|--+", "_", redact(name))  # inside a comment
+    name = re.sub(r"[^\w .,:+-]|--+", "_", redact(name))  # these end a comment
     begin, end = f"<!-- evaluation: {name} -->\n", "<!-- end of evaluation -->\n"
     block = begin + "\n".join([f"## Evaluation: {name}", "", *_score_lines(scores), ""]) + "\n" + end
     old = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.S)
@@ -136,7 +136,7 @@ def add_evaluation(folder: Path, name: str, scores: dict) -> bool:
 
 
 def _numbers(run_dir: Path, record: dict, step: int | None) -> list[str]:
-    """Return the report's figures, up to the step."""
+    """Return the report's figures up to the step."""
     run = read_run(run_dir)
     if step is not None:
         until = ([row for row in rows if row["step"] <= step] for rows in (run.metrics, run.evals))

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class ExportPlan:
     """The model to write, and its form: "hf" (for transformers), "llava", "adapter", "projector", or an extension's.
 
-    args: those that the model was built with; dtype: of the written weights; max_length: longest sample in tokens;
-    max_shard_bytes: largest file of weights; rows: of the embeddings before an export added tokens, None if it added
-    none; tower_name: the tower's name in LLaVA's format; template: the processor's chat template, None for --version's;
-    matrix_type: of matrices, in a format with its own types.
+    args: flags that the model was built with; dtype: of the written weights; max_length: longest sample in tokens;
+    max_shard_bytes: maximum size of a weight file; rows: of the embeddings before an export added tokens, None if it
+    added none; tower_name: the tower's name in LLaVA's format; template: the processor's chat template, None for
+    --version's; matrix_type: of matrices, in a format with its own types.
     """
 
     model: ModelPlan
@@ -101,7 +101,7 @@ def hf_kind(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) 
 def hf_container(plan: ModelPlan, image_options: ImageOptions) -> str:
     """Return the model_type of transformers' class with such a language model and newline.
 
-    Its own image code may differ.
+    The class's own image code may differ.
     """
     if plan.architecture is not None:
         return plan.architecture.config.model_type
@@ -122,7 +122,7 @@ def own_vision(plan: ModelPlan, args: ModelArguments, image_options: ImageOption
     if tower.second is not None:
         return "transformers' classes have one tower: give one --vision_tower"
     if tower.num_first_tokens > 1:
-        return f"transformers' classes would take the registers of a {kind} for patches: take another --vision_tower"
+        return f"transformers' classes would treat the registers of a {kind} as patches: take another --vision_tower"
     if image_options.has_newline and plan.images.size != tower.config.image_size:
         return (
             f"transformers' LlavaNext expects images for a {kind} to have the size in its config.json, not "
@@ -156,7 +156,7 @@ def export_format(args: Arguments, plan: ModelPlan, image_options: ImageOptions)
     if wanted == "llava" and plan.architecture is not None:
         kind = plan.architecture.config.model_type
         raise ConfigError(
-            f"--export_format llava can't hold a {kind}: leave the flag out, to export in transformers' own format"
+            f"--export_format llava can't represent a {kind}: leave the flag out, to export in transformers' own format"
         )
     note = "" if plan.architecture is not None else not_llavas(plan, args.model)
     if wanted == "llava":

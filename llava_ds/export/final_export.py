@@ -1,4 +1,4 @@
-"""The export of a finished run: a projector, a model or an adapter; the latter two are compared on one sample."""
+"""The export of a finished run: a projector, a model or an adapter; models and adapters are compared on one sample."""
 
 import contextlib
 import os
@@ -48,8 +48,8 @@ def export_model(
     model's logits, DataError if the disk refuses a file.
     """
     output_dir = Path(args.training.output_dir)
-    runner.engine.empty_partition_cache()  # after the eval loss, like below
-    # Compiled layers would be compiled again for a single forward without gradients.
+    runner.engine.empty_partition_cache()  # after the eval loss, for the same reason as below
+    # Otherwise compiled layers would be compiled again for a single forward without gradients.
     with _disk_errors(output_dir, args.training), exact_fp32(), torch.compiler.set_stance("force_eager"):
         if ranks.is_first:
             write_trainer_state(output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs)
@@ -181,7 +181,7 @@ def _logits_everywhere(runner: Runner, batch: Batch, check: str) -> torch.Tensor
     with full_precision_gathers(engine.module):
         positions = compared_positions(check, batch.input_ids.shape[1], batch.input_ids.device)
         logits = runner.forward(engine.module, batch, lambda model, batch: model(batch, Logits(positions)))
-        if logits is None:  # another rank has them
+        if logits is None:  # None: another rank has the logits
             rows, dtype = engine.module.language_model.config.vocab_size, next(engine.module.parameters()).dtype
             logits = torch.empty(len(positions), rows, dtype=dtype, device=positions.device)
         logits = runner.agree(logits)

@@ -109,7 +109,7 @@ def _last(checkpoint: Path, number: int) -> list[Path]:
     earlier = [path for path in found if commit.step_of(path) < step]
     if len(earlier) < number - 1:
         raise ConfigError(
-            f"--average {number}: {checkpoint} and the checkpoints before it are {len(earlier) + 1}: give at most that "
+            f"--average {number}: only {len(earlier) + 1} checkpoints exist up to {checkpoint}: give at most that "
             "many, or keep more (--save_total_limit)"
         )
     return [checkpoint, *earlier[: number - 1]]
@@ -146,7 +146,7 @@ def _check_bases(run: Arguments, saved: dict[str, object]) -> None:
     problems = []
     for name in ("model_name_or_path", "model_base", "vision_tower"):
         given = getattr(run.model, name)
-        if saved.get(name) is None:  # the model includes its own
+        if saved.get(name) is None:  # the model includes its own tower
             if given is not None:
                 problems.append(f"--{name} {given}: the run was trained without this flag, leave it out")
             continue
@@ -154,13 +154,13 @@ def _check_bases(run: Arguments, saved: dict[str, object]) -> None:
         if not all(any((folder / file).is_file() for file in SETTINGS) for folder in folders):
             problems.append(f"--{name} {given} not found: give its new path")
         elif ",".join(map(folder_digest, folders)) != saved[name]:
-            problems.append(f"--{name} {given} is not the model that this was trained from: give that one")
+            problems.append(f"--{name} {given} is not the model that training started from: give that one")
     projector = run.model.pretrain_mm_mlp_adapter
     if projector is not None and not Path(projector).is_file():
         problems.append(f"--pretrain_mm_mlp_adapter {projector} not found: give its new path")
     elif projector is not None and sha256(Path(projector)) != saved.get("pretrain_mm_mlp_adapter"):
         problems.append(
-            f"--pretrain_mm_mlp_adapter {projector} is not the projector that this was trained from: give that one"
+            f"--pretrain_mm_mlp_adapter {projector} is not the projector that training started from: give that one"
         )
     if problems:
         raise ConfigError("\n".join(problems))

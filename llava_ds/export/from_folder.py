@@ -44,11 +44,10 @@ def open_folder(
         raise ConfigError(f"{source} is {folder.kind}: expected a checkpoint, or the folder of a complete LLaVA")
     tower_name = given.get("vision_tower") or config.get("mm_vision_tower")
     if folder.vision_config is not None:
-        given.pop("vision_tower", None)  # it includes its own, and only the name is used
+        given.pop("vision_tower", None)  # the folder includes its own tower; only the name is used
         if form == "llava" and tower_name is None:
             raise ConfigError(
-                "--vision_tower is missing: LLaVA's format names the tower that its loader opens: give its name or "
-                "folder"
+                "--vision_tower is missing: LLaVA's loader needs the tower's name: give its name or folder"
             )
     model = ModelArguments(model_name_or_path=str(source), **given)
     args = Arguments(model, DataArguments(), TrainingArguments(), frozenset(given))

@@ -11,9 +11,9 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 LIMIT_S = 600.0  # limit of a comparison: the other ranks' GPUs are idle meanwhile
-MARGIN_BYTES = 10**9  # reserve of a GPU's memory, for a layer's activations
-COPIES_OF_LOGITS = 4  # in float32, besides the model's own
-SMALL_BYTES = 10**9  # below, training's number of threads is fast enough, and rounds like training
+MARGIN_BYTES = 10**9  # GPU memory reserved for a layer's activations
+COPIES_OF_LOGITS = 4  # extra bytes, in float32, besides the model's own
+SMALL_BYTES = 10**9  # below this size, training's number of threads is fast enough, and rounds like training
 
 
 class NotCompared(Exception):
@@ -41,9 +41,9 @@ class Deadline:
 def layer_by_layer(model: nn.Module, logits: torch.Tensor, deadline: Deadline) -> Iterator[torch.device]:
     """Prepare a model on the CPU for forwards on the device of `logits` (T, V), the expected result.
 
-    On a GPU each layer's weights are there only while it computes, so a model mapped from its files needs room for one
-    layer and its ends. Yields the device of the inputs: the CPU if the GPU has less room. A forward raises TooSlow at
-    the deadline.
+    On a GPU each layer's weights are loaded only while it computes, so a model mapped from its files needs room for one
+    layer plus embedding and output layer. Yields the device of the inputs: the CPU if the GPU has less room. A forward
+    raises TooSlow at the deadline.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     inner = {id(tensor) for layer in layers for tensor in _tensors(layer)}
@@ -53,7 +53,7 @@ def layer_by_layer(model: nn.Module, logits: torch.Tensor, deadline: Deadline) -
     for tensor in ends:
         tensor.data = _moved(tensor.data, device)
     done: list[nn.Module] = []
-    before: dict[nn.Module, list[torch.Tensor]] = {}  # a running layer's tensors in the files
+    before: dict[nn.Module, list[torch.Tensor]] = {}  # the running layer's tensors in the files
 
     def enter(layer: nn.Module, _: object) -> None:
         deadline.check(len(done), len(layers), device)
@@ -74,10 +74,10 @@ def layer_by_layer(model: nn.Module, logits: torch.Tensor, deadline: Deadline) -
 
 
 def _device(logits: torch.Tensor, num_bytes: int) -> torch.device:
-    """Return the logits' device, or the CPU if the GPU has no room for that many bytes of weights."""
+    """Return the logits' device, or the CPU if the GPU lacks room for this number of bytes of weights."""
     if logits.device.type != "cuda":
         return torch.device("cpu")
-    torch.cuda.empty_cache()  # training's activations are freed, but torch keeps their memory
+    torch.cuda.empty_cache()  # training's activations are freed, but torch still holds their memory
     free, _ = torch.cuda.mem_get_info(logits.device)
     needed = num_bytes + COPIES_OF_LOGITS * 4 * logits.numel() + MARGIN_BYTES
     return logits.device if needed <= free else torch.device("cpu")

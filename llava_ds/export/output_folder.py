@@ -61,8 +61,8 @@ def folder_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
 def write_folder(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
     """Write a model's entries as a folder of any form; returns checksums of the tensors' bits, {} for an extension's.
 
-    holes: write weight files of the right size with holes instead of numbers; a projector, a value head and
-    extensions' modules (which have their own files) are not written so.
+    holes: write weight files of the right size with holes instead of numbers, except for a projector, a value head and
+    extensions' modules (they have their own files).
     """
     rest, beside = without_own_files(entries)
     if (functions := _functions(export.form)) is not None:
@@ -97,7 +97,7 @@ def write_live_folder(export: ExportPlan, model: LlavaModel, output_dir: Path, r
 def reads_of(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
     """Return a model's entries in the order in which its folder reads them.
 
-    An entry stored in two places appears twice, one that is divided there appears once.
+    An entry stored in two places appears twice, a divided one appears once.
     """
     found: list[Entry] = []
     noted = [dataclasses.replace(entry, read=partial(found.append, entry)) for entry in entries]
@@ -139,7 +139,7 @@ def staged(output_dir: Path) -> Iterator[Path]:
             _replace(output_dir, stage)
     except BaseException:
         if not was_there:
-            with contextlib.suppress(OSError):  # complete files are in place already
+            with contextlib.suppress(OSError):  # complete files are already in place
                 output_dir.rmdir()
         raise
 

@@ -19,11 +19,11 @@ from llava_ds.model.open.hf import TOLERANCE, HFModel, attention_options, embed_
 
 # Fraction of the host's free memory for a second copy of the weights during a run.
 MEMORY_PART = 0.8
-SAMPLE_POSITIONS = 64  # of --check_export sample
+SAMPLE_POSITIONS = 64  # number of positions for --check_export sample
 
 
 def check_room(num_bytes: int) -> None:
-    """Raise NotCompared if that many bytes of weights don't fit into the host's memory during a run."""
+    """Raise NotCompared if this number of bytes of weights doesn't fit into the host's memory during a run."""
     free = psutil.virtual_memory().available
     if num_bytes > MEMORY_PART * free:
         raise NotCompared(f"{num_bytes / 1e9:.1f} GB don't fit into the {free / 1e9:.1f} GB of free memory")
@@ -60,7 +60,7 @@ def describe_bits(check: str, compare: Callable[[], None]) -> str:
 
 
 class Base(NamedTuple):
-    """The model that an adapter is opened over. hold: sets its weights to those that the adapter trained over."""
+    """The model under an adapter. hold: sets its weights to the ones that the adapter was trained over."""
 
     folder: Path
     hold: Callable[[torch.nn.Module, Deadline], None]
@@ -140,8 +140,8 @@ def compare_logits(output_dir: Path, library: str, again: torch.Tensor, logits: 
     limit = TOLERANCE[again.dtype]
     if not difference <= limit:
         raise RuntimeError(
-            f"{output_dir} was exported, but {library} computes other logits from it (they differ by {difference:.2e} "
-            f"of the largest, allowed {limit:.0e}): keep the checkpoint and report this"
+            f"{output_dir} was exported, but {library} computes different logits from it (they differ by "
+            f"{difference:.2e} of the largest, allowed {limit:.0e}): keep the checkpoint and report this"
         )
     return difference
 

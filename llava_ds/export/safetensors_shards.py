@@ -24,8 +24,8 @@ def write_shards(
 ) -> Written:
     """Write model.safetensors, or its shards with an index, and return checksums of the tensors' bits.
 
-    Only one tensor is in memory at a time. holes: write names and shapes, and a hole in the file instead of the numbers
-    (it takes no space).
+    Only one tensor is in memory at a time. holes: write names and shapes, with a hole in the file (taking no space)
+    instead of the numbers.
     """
     shards = _split(entries, dtype, max_bytes)
     names = [

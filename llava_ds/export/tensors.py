@@ -38,7 +38,7 @@ class Entry:
 
 
 def live_entries(model: LlavaModel, ranks: Ranks) -> list[Entry]:
-    """List the parameters of the complete model, on whichever rank they are; tied ones once, a child model's not.
+    """List the parameters of the complete model, from all ranks; tied ones once, and without a child model's.
 
     Reading is collective, in the same order on all ranks, and returns the tensor on rank 0 only. One parameter is
     gathered at a time.
@@ -110,7 +110,7 @@ class _Cursor:
 
 
 def completed(entries: Iterable[Entry], others: Iterable[Entry]) -> list[Entry]:
-    """Add to `entries` the entries of `others` that they lack: tower layers that training never built."""
+    """Add to `entries` the missing ones from `others`: tower layers that training never built."""
     entries = list(entries)
     seen = {entry.name for entry in entries}
     return entries + [entry for entry in others if entry.name not in seen]
@@ -168,7 +168,7 @@ class Names:
         return text_part(self.config).on_disk(list(entries), self.config)
 
     def to_hf(self, entries: Iterable[Entry], to_hf: Callable[[str], str] = formats.to_hf) -> list[Entry]:
-        """Return the entries by their names in a llava-hf folder; one that is stored in two places appears twice.
+        """Map the entries to their names in a llava-hf folder; one that is stored in two places appears twice.
 
         to_hf: renames tensors outside of the language model.
         """
@@ -191,7 +191,7 @@ def _with_rows(entry: Entry, rows: int) -> Entry:
 
 
 def without_own_files(entries: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """Return the entries of the model's files, and of further files for a value head and extensions' modules."""
+    """Return the entries without tensors that have their own files: a value head's and extensions' modules'."""
     rest, beside = [], []
     for entry in entries:
         (beside if entry.name.startswith((formats.VALUE_HEAD, formats.OWN)) else rest).append(entry)

@@ -24,7 +24,7 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "additional_speci
 TOKENS_OF_IMAGES = (IMAGE_TOKEN, VIDEO_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, IM_END_TOKEN)
 ORIGINAL_FILES = "llava_tokenizer"  # folder for the original files, before tokens for images were added
 
-# transformers 5's class name for a tokenizer in tokenizer.json, and the name that version 4 knows.
+# transformers 5's class name for a tokenizer in tokenizer.json, and version 4's name
 CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 
 
@@ -40,7 +40,7 @@ def hf_tokenizer(
     new = [token for token in tokens if token not in tokenizer.get_vocab()]
     if new:
         tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in new])
-    if tokenizer.pad_token is None:  # batches of prompts need one; LLaVA uses <unk>
+    if tokenizer.pad_token is None:  # batches of prompts need a padding token; LLaVA uses <unk>
         tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
     tokenizer.padding_side = "left"
     if template_is_ours and begins_with_bos(tokenizer):
@@ -128,8 +128,8 @@ def refuse_lost_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     if lost:
         raise ConfigError(
             f"LLaVA's format takes its tokenizer from {origin}, but {len(lost)} tokens of {source} are missing there "
-            f"(the first is {lost[0]!r}): keep transformers' format (hf), or add them to the model's folder from "
-            "before its export"
+            f"(such as {lost[0]!r}): keep transformers' format (hf), or add them to the model's folder from before "
+            "its export"
         )
 
 

@@ -127,7 +127,7 @@ def _write_config(
         own["vision_aspect_ratio"] = image_options.aspect_ratio
         own["video_token_index"] = tokenizer.convert_tokens_to_ids(VIDEO_TOKEN)
     if rows != export.vocab_size:
-        own["llava_ds_vocab_size"] = export.vocab_size  # for converting back without the other rows
+        own["llava_ds_vocab_size"] = export.vocab_size  # for converting back without the added rows
     elif export.rows is not None:
         own["llava_ds_vocab_size"] = export.rows
     if plugins():
@@ -145,7 +145,7 @@ def _write_config(
         multimodal_projector_bias=True,
         tie_word_embeddings=text_config["tie_word_embeddings"],
         dtype=str(export.dtype).removeprefix("torch."),
-        # For infer/load.py, unknown to transformers' classes: prompts and images as in training.
+        # Read by infer/load.py only, not by transformers' classes: prompts and images as in training.
         **({} if export.template is not None else {"llava_ds_version": args.version}),
         mm_use_im_start_end=args.mm_use_im_start_end,
         split_special_tokens=args.split_special_tokens,
@@ -160,7 +160,7 @@ def _write_config(
 
 
 def select_strategy(export: ExportPlan) -> str:
-    """Return transformers' vision_feature_select_strategy: "default" drops the class token, "full" keeps all."""
+    """Return transformers' vision_feature_select_strategy: "default" drops the class token, "full" keeps it."""
     tower = export.model.tower
     return "default" if tower.num_first_tokens and not tower.images.class_token else "full"
 
@@ -180,7 +180,8 @@ def write_processor(export: ExportPlan, kind: str, tokenizer: PreTrainedTokenize
     if template is None:
         template = chat_template(resolve_template(args.version), plan.tokenizer, args.mm_use_im_start_end)
     image_processor = _image_processor(export, kind)
-    # transformers 5 keeps everything in processor_config.json; earlier versions and other programs read this file.
+    # transformers 5 keeps everything in processor_config.json; earlier versions and other programs read
+    # preprocessor_config.json.
     image_processor.save_pretrained(output_dir)
     if kind == "llava_onevision":
         _write_onevision(export, template, output_dir)
@@ -236,7 +237,7 @@ def _write_onevision(export: ExportPlan, template: str, output_dir: Path) -> Non
         "video_processor": videos,
         "image_token": IMAGE_TOKEN,
         "video_token": VIDEO_TOKEN,
-        # The class token is counted even if "default" drops it again.
+        # Count the class token even if "default" drops it again.
         "num_image_tokens": image_options.tokens_per_tile + (select_strategy(export) == "default"),
         "processor_class": "LlavaOnevisionProcessor",
         "vision_aspect_ratio": image_options.aspect_ratio,

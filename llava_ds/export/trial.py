@@ -57,7 +57,7 @@ def _open_with_transformers(folder: Path) -> None:
     read_tokenizer(folder, where)
     cls = hf_class(read_any_config(folder, where))
     try:
-        # In their own precision files are mapped into memory, and holes are never read. The meta device would need
+        # In their own precision, files are memory-mapped and holes are never read. The meta device would need
         # accelerate.
         _, report = cls.from_pretrained(
             folder,
@@ -66,12 +66,12 @@ def _open_with_transformers(folder: Path) -> None:
             ignore_mismatched_sizes=True,  # the report lists them
             output_loading_info=True,
         )
-    except Exception as error:  # any error of a class about its configuration
+    except Exception as error:  # a class may raise any error about its configuration
         raise ConfigError(
             f"transformers would not open the finished model ({said_by(error)}): report this, {REMEDY}"
         ) from error
     problems = [
-        f"{len(names)} tensors {what}, the first is {sorted(map(str, names))[0]}"
+        f"{len(names)} tensors {what}, such as {sorted(map(str, names))[0]}"
         for names, what in (
             (report["missing_keys"], "would be missing"),
             (report["unexpected_keys"], "it does not know"),

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from llava_ds.train.start import Start
     from llava_ds.train.state import StepResult
 
-# Properties of a run that some features need and others take away, in the words of a message.
+# Properties of a run that some features need and others break, as worded in messages.
 PROPERTIES = {
     "whole_matrices": "whole matrices on every rank",
     "whole_layers": "all layers on every rank",
@@ -90,12 +90,12 @@ class Axis(NamedTuple):
 class ObjectiveTraits(NamedTuple):
     """Requirements of an objective on records and model. Defaults: supervised answers.
 
-    one_answer: trains on the last answer of a record only; pairs: records have two answers; labels: or one answer with
-    a label, true for a good one; draws: the model generates answers, to be compared with the records'; other_columns:
-    judges answers by the records' other columns; scores: the model has a value head and generates no text;
-    second_model: a model of the same size trains as the model's child; metrics: names of eval metrics in addition to
-    the loss; learning_rate: the usual rate, if the flag's default is too high; needs: keys of PROPERTIES, each with the
-    reason.
+    one_answer: trains only on the last answer of a record; pairs: records have two answers; labels: or a single answer
+    with a label, true for a good one; draws: the model generates answers, which are compared with the records';
+    other_columns: judges answers by the records' other columns; scores: the model has a value head and generates no
+    text; second_model: a model of the same size trains as the model's child; metrics: names of eval metrics in addition
+    to the loss; learning_rate: the usual rate, if the flag's default is too high; needs: keys of PROPERTIES, each with
+    the reason.
     """
 
     one_answer: bool = False
@@ -113,9 +113,9 @@ class ObjectiveTraits(NamedTuple):
 class Drawing(NamedTuple):
     """Answers that a step draws before it trains, on each rank: to `prompts` prompts, at_once of them together.
 
-    new_tokens: most of an answer; max_length: most of prompt and answer; shares: the training pass computes a prompt
-    once for its answers; frozen_models: number of further models, whole on every rank; updates: training passes;
-    by_server: another process draws.
+    new_tokens: maximum per answer; max_length: maximum of prompt and answer together; shares: the training pass
+    computes a prompt once for its answers; frozen_models: number of further models, whole on every rank; updates:
+    training passes; by_server: another process draws.
     """
 
     prompts: int
@@ -140,11 +140,11 @@ class Number(NamedTuple):
 class ExtensionFlags:
     """The base of an extension's flags: a frozen dataclass of fields declared by config/flags.py.
 
-    needs: keys of PROPERTIES, each with the reason; breaks: keys of PROPERTIES that it takes away from others (needs
-    and breaks are properties if flag values decide); moments: numbers per trained weight that the optimizer keeps in
-    addition to its own; zeros: the effect of a flag's 0, or the flag to use if 0 is not allowed; numbers: logged
-    numbers with a chart, by name; compiles: layers may be compiled; fuses: text of the flag that fuses layer kernels;
-    needs_text: useless for a model that generates no text; of_model: the flags define the model, and are also in
+    needs: keys of PROPERTIES, each with the reason; breaks: keys of PROPERTIES that it makes false (needs and breaks
+    are properties if flag values decide); moments: numbers per trained weight that the optimizer keeps in addition to
+    its own; zeros: the effect of a flag's 0, or the flag to use if 0 is not allowed; numbers: logged numbers with a
+    chart, by name; compiles: layers may be compiled; fuses: text of the flag that fuses layer kernels; needs_text:
+    useless for a model that generates no text; of_model: the flags define the model, and are also in
     ModelArguments.own; differs: why the exported model gives other logits than training, "" if it gives the same;
     data_path: the source of takes_samples; judges: rewards drawn answers by the records' columns. keys: dotted keys of
     the DeepSpeed JSON that set a flag; other_keys: other trainers' keys for it, in the form of UNSUPPORTED in
@@ -268,7 +268,7 @@ class ExtensionFlags:
 
     @classmethod
     def inactive_problems(cls, args: "Arguments") -> Iterator[str]:
-        """Yield such lines if flags were given, all with their defaults, so that the run lacks the extension."""
+        """Yield lines about given flags that all have their defaults, so that the run lacks the extension."""
         yield from ()
 
     def json_problems(self, config: dict) -> Iterator[str]:
@@ -365,22 +365,22 @@ class Measure:
     """The part of an extension in evaluations (Evaluation.measures). All ranks call is_due and run together."""
 
     def is_due(self, step: int, last: bool) -> bool:
-        """True if there is something to do at a step in addition to the eval loss. last: the run ends with it."""
+        """True if there is something to do at a step besides the eval loss. last: the run ends with this step."""
         return False
 
     def was_done(self, step: int) -> bool:
-        """True if an earlier start did it at this step; on rank 0."""
+        """True if an earlier start measured at this step; on rank 0."""
         return False
 
     def run(self, step: int) -> None:
-        """Do it, after the eval loss was measured."""
+        """Measure, after the eval loss."""
 
     def scores(self, precision: "torch.autocast") -> dict[str, float]:
-        """Return more numbers for the evaluation, by name. precision: the engine's own. Collective."""
+        """Return further numbers for the evaluation, by name. precision: the engine's own. Collective."""
         return {}
 
     def why_over(self) -> str | None:
-        """The reason to end the run, by the evaluations so far; on rank 0."""
+        """Return the reason to end the run, judged by the evaluations so far; on rank 0."""
 
 
 class EvalMeasure(NamedTuple):
@@ -494,7 +494,7 @@ class Adapter:
         raise NotImplementedError
 
     def exact(self, model: "LlavaModel") -> AbstractContextManager:
-        """Return a context in which the model computes exactly like the one that the adapter is opened over."""
+        """Return a context in which the model computes exactly like the model under the adapter."""
         return nullcontext()
 
     def compare(self, folder: Path, export: "ExportPlan", batch: "Batch", logits: "Tensor") -> float:
@@ -502,8 +502,8 @@ class Adapter:
         raise NotImplementedError
 
     def hold(self, export: "ExportPlan", base: "nn.Module", deadline: "Deadline") -> None:
-        """Change the weights of transformers' class, opened from the base's folder, to those that the adapter trained
-        over. Raises NotCompared if time or memory run out."""
+        """Set the weights of transformers' class, opened from the base's folder, to those under which the adapter was
+        trained. Raises NotCompared if time or memory run out."""
 
     def merged(
         self, trained: "list[Entry]", base: "list[Entry]", export: "ExportPlan", checkpoint: Path
@@ -585,21 +585,21 @@ class Extension:
     # Lines on conflicts with a model's configuration.
     fits: Callable[["Arguments", "PreTrainedConfig"], Iterator[str]] | None = None
     plan: Callable[["PlanDraft"], object] | None = None  # reads and checks the run's inputs: its Plan.own[name]
-    # Functions of its values of the core's flags, by flag.
+    # Functions that give its values of the core's flags, by flag.
     choices: Mapping[str, Callable] = field(default_factory=dict)
     store: Callable[[], ModuleType] | None = None  # loads the module that reads URLs of Trigger.schemes
     open_data: Callable[..., "EncodedDataset"] | None = None  # opens the training data, like open_together
-    complete: Callable[["Plan", "Ranks"], object] | None = None  # like plan, once everything else is planned
+    complete: Callable[["Plan", "Ranks"], object] | None = None  # like plan, after everything else is planned
     wrap: Wrap | None = None  # changes the model and its engine
     # Builds a module that trains with the model, as its child own_<name>; its flags are of_model.
     module: Callable[["PreTrainedConfig", "TowerPlan", "ModelArguments"], "nn.Module"] | None = None
     adapter: Adapter | None = None  # exports an adapter instead of a complete model
     fields: "RecordFields | None" = None  # further keys of records, for a plugin
     state: StatePart | None = None  # tensors that a checkpoint stores additionally
-    objective: Callable[["Plan", "Mesh", "Objective"], "Objective"] | None = None  # replaces or wraps one
+    objective: Callable[["Plan", "Mesh", "Objective"], "Objective"] | None = None  # replaces or wraps an objective
     part: type[SessionPart] | None = None  # lives as long as the session
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()  # run between steps
     folder: FolderPart | None = None  # model folders that it reads
     open_folder: Callable[[str, str | None], "ModelFolder"] | None = None  # Trigger.opens; from path and --model_base
-    text: TextPart | None = None  # for language models that have the extension, whatever the flags
+    text: TextPart | None = None  # for language models that need the extension, whatever the flags
     mesh: MeshPart | None = None  # for the axis that its flags add

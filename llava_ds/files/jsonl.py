@@ -48,8 +48,8 @@ class RowLog:
 
 
 class MetricsLog(RowLog):
-    """metrics.jsonl. Drops the steps after the one that a run resumes from (they will be repeated), and warns of
-    missing earlier steps."""
+    """metrics.jsonl. Drops the steps after the checkpoint (they will be repeated), and warns of missing earlier
+    steps."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         path.touch()
@@ -58,14 +58,14 @@ class MetricsLog(RowLog):
         if lacking := sorted(set(range(1, resume_step + 1)) - {row["step"] for row in rows}):
             print(
                 f"WARNING: {path} lacks {len(lacking):,} of the {resume_step:,} steps up to the checkpoint "
-                f"({lacking[0]} to {lacking[-1]}): it was truncated or lost; the run continues, its curves and sums "
-                "lack them",
+                f"({lacking[0]} to {lacking[-1]}): it was truncated or lost; the run continues, but its curves and "
+                "sums lack these steps",
                 flush=True,
             )
 
 
 def rows_of(path: Path) -> list[dict]:
-    """Do read_metrics; [] without a file."""
+    """Return read_metrics; [] without a file."""
     return read_metrics(path) if path.exists() else []
 
 

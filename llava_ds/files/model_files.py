@@ -21,7 +21,7 @@ from llava_ds.files.writing import utf8_problem
 MAX_BYTES = 2**27  # largest JSON file; the largest published tokenizer.json has 35 MB
 MAX_TEMPLATE_BYTES = 2**20  # largest chat template; published ones have 20 kB
 MAX_NESTING = 64  # depth of objects and lists; published files have 10
-SHOWN = 60  # characters shown of a wrong value
+SHOWN = 60  # maximum characters shown of a wrong value
 
 OWN_CODE = (
     "it brings its own Python code (auto_map in its JSON files); this is never run here: bring a model whose classes "
@@ -38,7 +38,7 @@ ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # what peft 
 BESIDE_ADAPTER = "non_lora_trainables.bin"  # LLaVA writes this next to an adapter
 OTHER_FILES = ("tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja")
 TEMPLATES_FOLDER = "additional_chat_templates"  # transformers opens its files as well
-# Vocabularies of transformers' other tokenizers, for whatever class a folder names.
+# Vocabularies of transformers' other tokenizers, whatever class a folder names.
 _MORE_JSON = (
     "tekken.json", "entity_vocab.json", "byte_maps.json", "vocab-src.json", "vocab-tgt.json", "target_vocab.json",
     "normalizer.json", "emoji.json", "word_shape.json", "word_pronunciation.json",
@@ -106,7 +106,7 @@ def _object(file: Path) -> dict:
         problem = _shape_problem(found) or _surrogate_problem(text)
     except RecursionError:
         problem = f"it is nested deeper than {MAX_NESTING} levels"
-    except (OSError, ValueError) as error:  # DataError among them
+    except (OSError, ValueError) as error:  # includes DataError
         problem = str(error)
     if problem:
         raise DataError(f"{file.name} can't be read ({problem}): copy it again")
@@ -132,7 +132,7 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def read_json_if_there(file: Path, where: str) -> dict:
-    """Do read_json; {} without such a file."""
+    """Return read_json; {} without such a file."""
     return read_json(file, where) if is_there(file) else {}
 
 
@@ -183,7 +183,7 @@ def check_folder(path: str | Path, where: str) -> None:
 
 
 def _stamps(folder: Path) -> tuple[tuple[str, Stamp], ...]:
-    """Names and stamps of a folder's files, and of the templates one level below, all checked to be inside the folder.
+    """Return names and stamps of a folder's files, and of templates one level below, all checked to be inside it.
 
     A dangling link is an error only if its name is in JSON_FILES or OTHER_FILES. Raises DataError.
     """
@@ -220,9 +220,7 @@ def _check_files(folder: Path, stamps: tuple[tuple[str, Stamp], ...]) -> None:
         is_template = name.endswith(".jinja")
         most = MAX_TEMPLATE_BYTES if is_template else MAX_BYTES
         if (is_template or name in OTHER_FILES or _VOCABULARY.fullmatch(name)) and size > most:
-            raise DataError(
-                f"{folder / name} has {size:,} bytes, and {most:,} is more than any such file needs: copy it again"
-            )
+            raise DataError(f"{folder / name} has {size:,} bytes, expected at most {most:,}: copy it again")
 
 
 @contextlib.contextmanager
@@ -242,7 +240,7 @@ def library_errors(where: str, what: str = "it can't be opened") -> Iterator[Non
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # raised by tokenizers; not a subclass of Exception
             raise
-        raise ConfigError(f"{where}: {what} (the tokenizers library ended over it: {said_by(error)})") from error
+        raise ConfigError(f"{where}: {what} (the tokenizers library crashed: {said_by(error)})") from error
 
 
 def said_by(error: BaseException) -> str:
@@ -266,7 +264,7 @@ def shown(value: object) -> str:
 
 def _refuse_constant(name: str) -> float:
     if name == "NaN":
-        raise ValueError("it says NaN, not a number")
+        raise ValueError("it is NaN, expected a number")
     return float(name)
 
 
@@ -293,7 +291,7 @@ def _surrogate_problem(text: bytes) -> str | None:
     try:
         json.dumps(json.loads(text), ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        return "it holds half a character (a lone surrogate)"
+        return "it has half a character (a lone surrogate)"
     return None
 
 
@@ -313,7 +311,7 @@ def _check_says(content: dict, file: Path) -> None:
 
 def _is_in_folder(name: object, key: str, file: Path) -> bool:
     """True for the name of a file in the same folder. In tokenizer_config.json, paths of another machine are common,
-    and harmless if no such file exists."""
+    and harmless if the file does not exist."""
     if not isinstance(name, str):
         return False
     if file.name == "tokenizer_config.json" and key not in _NAMES_JSON and "\0" not in name:

@@ -70,7 +70,7 @@ def files_in(folder: str, endings: tuple[str, ...]) -> list[str]:
 
 
 def relative_to(file: str, folder: str) -> str:
-    """Path of a file relative to a folder that contains it, with slashes."""
+    """Return the path of a file relative to a folder that contains it, with slashes."""
     if not is_remote(file):
         return os.path.relpath(file, folder).replace(os.sep, "/")
     inner, root = (url.partition("://")[2].strip("/") for url in (file, folder))
@@ -101,7 +101,7 @@ def inside(root: str, name: str) -> str | None:
     """Build the URL of an object named by a record; None if it is outside the root. Raises ValueError for an invalid
     key.
 
-    Keys have no links and no "..": such names are refused, however the store would treat them.
+    Names with ".." are refused, however the store would treat them; keys have no links.
     """
     if name.startswith(f"{root}/"):
         name = name[len(root) + 1 :]

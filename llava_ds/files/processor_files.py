@@ -83,7 +83,7 @@ def whole_settings(folder: str | Path, where: str) -> dict:
     found = settings_files(folder, where)
     if is_there(folder / "audio_tokenizer_config.json") or "audio_tokenizer" in found.get(PROCESSOR_NAME, {}):
         raise ConfigError(
-            f"{where}: its processor brings a model for sounds (audio_tokenizer), not supported here: take it out"
+            f"{where}: its processor has a model for sounds (audio_tokenizer), not supported here: take it out"
         )
     old_template(folder, where)
     with library_errors(where, "its processor's files can't be read"):
@@ -108,13 +108,11 @@ def old_template(folder: Path, where: str) -> str | None:
 
 
 def _default_of(template: object, file: str, where: str) -> str | None:
-    """Return the chat template that transformers' processor uses by default. Raises ConfigError if it would use none of
-    the named ones."""
+    """Return the chat template that transformers' processor uses by default. Raises ConfigError if all are named and
+    none is the default."""
     if isinstance(template, dict) and template and "default" not in template:
         names = ", ".join(map(shown, template))
-        raise ConfigError(
-            f"{where}: {file} has the chat templates {names}, and none named 'default': give one that name"
-        )
+        raise ConfigError(f"{where}: {file} has the chat templates {names}, but none is named 'default': rename one")
     found = template.get("default") if isinstance(template, dict) else template
     if not isinstance(found, (str, type(None))):
         expected = "expected a text, or texts by name"

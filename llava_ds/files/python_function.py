@@ -30,10 +30,10 @@ def attribute_of_file(flag: str, name: str, kind: str) -> Callable:
 def function_of_file(flag: str, name: str, may_skip: bool = False) -> Callable[..., list[float]]:
     """Load path.py:function: a function from prompts, completions, references and ids to a list of numbers.
 
-    The file is run. The returned function takes these four lists, and optionally further lists by name, columns; the
-    user's gets those that its parameters name, or all with **. may_skip: it may return None for a completion (becomes
-    nan). Raises ConfigError if the function is missing; the returned function raises DataError if the user's has
-    parameters without a list, or does not return such a list.
+    Runs the file. The returned function takes these four lists, and optionally columns, further lists by name; it
+    passes the user's function the lists that its parameters name, or all with **. may_skip: it may return None for a
+    completion (becomes nan). Raises ConfigError if the function is missing; the returned function raises DataError if
+    the user's has parameters without a list, or does not return such a list.
     """
     function = attribute_of_file(flag, name, "function")
 
@@ -74,8 +74,8 @@ def _wanted(what: str, function: Callable, lists: dict[str, list]) -> dict[str, 
         return lists
     if missing := [each.name for each in parameters if _is_needed(each) and each.name not in lists]:
         raise DataError(
-            f"{what} has the parameter {missing[0]!r}, but there is no such list or column of the records: use some of "
-            f"{', '.join(lists)}, or give the parameter a default"
+            f"{what} has the parameter {missing[0]!r}, but no list or column of the records has this name: use some "
+            f"of {', '.join(lists)}, or give the parameter a default"
         )
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return lists

@@ -28,10 +28,10 @@ MAX_LINE_BYTES = 16 << 20
 MAX_ROWS_BYTES = 2 << 30  # largest JSONL file: more than a million steps
 
 WHOLE_BYTES = 64 << 10  # files up to this size are hashed completely by blocks_digest
-BLOCK_BYTES, NUM_BLOCKS = 4 << 10, 16  # blocks of a larger file
-READ_BYTES = 1 << 20  # read at a time
+BLOCK_BYTES, NUM_BLOCKS = 4 << 10, 16  # number of blocks hashed of a larger file
+READ_BYTES = 1 << 20  # bytes per read
 
-KINDS = {  # names of irregular files
+KINDS = {  # words for irregular files
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -57,7 +57,7 @@ def open_without_waiting(path: str, flags: int) -> int:
 
 
 def why_not_regular(path: Path) -> str | None:
-    """Explain why a path can't be read or replaced as a file; None for a regular or missing file."""
+    """Explain why a path can't be read or replaced as a file; None if the file is regular or missing."""
     try:
         open_regular(path).close()
     except FileNotFoundError:
@@ -95,7 +95,7 @@ def read_json(path: str | Path, expected: object, max_bytes: int = MAX_JSON_BYTE
 
 
 def mismatch(value: object, expected: object) -> str | None:
-    """Describe the first place where a value does not match a type, with the expected type; None if it matches."""
+    """Describe the first mismatch of a value and a type, with the expected type; None if they match."""
     try:
         _adapter(expected).validate_python(value, strict=True)
     except ValidationError as error:
@@ -168,8 +168,7 @@ def stamp_of(path: str | Path) -> Stamp:
 
 
 class FileState(TypedDict):
-    """A file's stamp and block digest: they differ for any other file at its path, even one of the same size and
-    time."""
+    """A file's stamp and block digest, different for any other file at its path, even with the same size and time."""
 
     stamp: list[int]
     blocks: str

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Entry = dict[str, object]  # "bytes" and "sha256" of one file
 
-NAME_MAX = 255  # bytes of a file's name on Linux file systems
+NAME_MAX = 255  # maximum length of a file's name in bytes on Linux file systems
 BUFFER_BYTES = 1 << 20
 
 REMEDIES = {
@@ -27,8 +27,8 @@ REMEDIES = {
     errno.EROFS: "the file system is mounted read-only: mount it writable again",
     errno.EACCES: "give this user the right to write there",
     errno.EPERM: "give this user the right to write there",
-    errno.ENOENT: "the folder has vanished: see that it is mounted and that nothing removes it",
-    errno.EIO: "the disk reports errors: look into the system's log",
+    errno.ENOENT: "the folder has vanished: check that it is mounted and that nothing removes it",
+    errno.EIO: "the disk reports errors: check the system's log",
 }
 
 
@@ -76,7 +76,7 @@ def write_output(path: Path, content: str | Callable[[Path], object], flag: str)
 
 
 def path_problem(text: str) -> str | None:
-    """Explain why no file can have this path, to follow the flag in a message; None if one can."""
+    """Explain, to follow the flag in a message, why a path is invalid for any file; None if valid."""
     if not text:
         return "is empty: name a path, or leave it out"
     if text.startswith("~") and os.path.expanduser(text) == text:
@@ -87,10 +87,10 @@ def path_problem(text: str) -> str | None:
         too_long = any(len(os.fsencode(part)) > NAME_MAX for part in Path(text).parts)
         return f"{in_short(text)}: a name in it has more than {NAME_MAX} bytes" if too_long else None
     except UnicodeEncodeError:
-        return f"{in_short(text)}: a name in it has half of a character, not possible in names of files"
+        return f"{in_short(text)}: a name in it has half a character, invalid in file names"
     except (OSError, ValueError) as error:  # ValueError: a null character
         if isinstance(error, PermissionError | NotADirectoryError):
-            return None  # the flag's own check reports it
+            return None  # the flag's own check reports a missing file
         return f"{in_short(text)}: {getattr(error, 'strerror', None) or error}"
     return None
 
@@ -149,7 +149,7 @@ class HashedFile:
         return size
 
     def flush(self) -> None:
-        """Do nothing: close flushes once."""
+        """Do nothing: close() flushes once."""
 
     def close(self) -> Entry:
         """Flush everything to the disk. Raises the first OSError of the file."""
@@ -182,8 +182,7 @@ def write_file(path: Path, write: Callable[[HashedFile], object]) -> Entry:
 
 
 def write_tensors(path: Path, tensors: dict[str, "torch.Tensor"]) -> None:
-    """Write a safetensors file with the permissions of any new file: safetensors makes it readable by its owner
-    only."""
+    """Write a safetensors file with a new file's usual permissions: safetensors makes it readable only by its owner."""
     from safetensors.torch import save_file  # imports torch: takes seconds
 
     path.touch()

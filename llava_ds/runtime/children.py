@@ -1,4 +1,4 @@
-"""Processes that a rank starts to share its work: they end with it, and only with it."""
+"""Child processes that share a rank's work: they end with the rank, and only then."""
 
 import multiprocessing
 import os
@@ -14,9 +14,9 @@ from llava_ds.runtime.processes import end_with_parent
 def begin_helper(parent: int) -> None:
     """Prepare a forked process to end only with its parent. parent: the parent's process id."""
     end_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the parent ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all; the parent ends this one
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the parent's handler
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # drop the parent's handler
 
 
 def in_processes(act: Callable, parts: Sequence) -> list:
@@ -39,7 +39,7 @@ def in_processes(act: Callable, parts: Sequence) -> list:
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=run, args=(part, theirs), daemon=True)
             process.start()
-            theirs.close()  # otherwise recv() would not end with the process
+            theirs.close()  # else recv() would not end with the process
             running.append((process, ours))
         return [_value_of(ours) for _, ours in running]
     finally:

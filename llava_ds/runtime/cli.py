@@ -30,7 +30,7 @@ COMMANDS = {
 }
 # An extension's script is deleted with the extension.
 COMMANDS = {name: command for name, command in COMMANDS.items() if (RUN / command[0]).exists()}
-LAUNCHED = ("train", "evaluate")  # commands that take one process per GPU
+LAUNCHED = ("train", "evaluate")  # commands that may run one process per GPU
 RANK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # set by srun and mpirun
 HELP = ("-h", "--help")
 # Flags of deepspeed's launcher that choose among this machine's GPUs, unless a hostfile names other machines.
@@ -63,7 +63,7 @@ def run_command() -> None:
 def split(words: list[str]) -> tuple[list[str], str, list[str]]:
     """Split the words into the launcher's flags (before the command), the command's name, and its own flags.
 
-    Raises ConfigError without a command, and for launcher flags before a command that is never launched.
+    Raises ConfigError if the command is missing, and for launcher flags before a command that is never launched.
     """
     at = next((i for i, word in enumerate(words) if word in COMMANDS), None)
     if at is None:
@@ -80,7 +80,7 @@ def split(words: list[str]) -> tuple[list[str], str, list[str]]:
 def is_to_be_launched(name: str, launcher_flags: list[str], environ: Mapping[str, str]) -> bool:
     """Return True if deepspeed has to start the ranks: always for training, on several GPUs for evaluation."""
     if "RANK" in environ or any(environ.get(variable, "1") != "1" for variable in RANK_COUNTS):
-        return False  # this process is a rank already
+        return False  # this process is already a rank
     if name == "train" or launcher_flags:
         return True
     import torch

@@ -80,7 +80,7 @@ def new_folder(text: str) -> str:
 
 def add_plugin_flag(add: Callable[..., object]) -> None:
     """Add --plugin to a parser. load_plugins loads the files."""
-    text = "file of ideas that the model was trained with, for each (docs/plugins.md); its code runs"
+    text = "plugin file that the model was trained with (docs/plugins.md); repeatable; its code is run"
     add("--plugin", action="append", type=given_path, metavar="FILE", help=text)
 
 
@@ -100,15 +100,15 @@ def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends
     """
     keep_streams(ends_without_reader)
     if os.environ.get("HOME") == "":
-        del os.environ["HOME"]  # ~ then comes from the system's user database, instead of being /
+        del os.environ["HOME"]  # ~ then expands to the home in the system's user database, not to /
     # Exit directly: nothing is half-written yet, and transformers' lazy modules may turn an exception into ImportError.
     _handle_interrupts(exit_for_interrupt)
     try:
         check_variables(os.environ)
-    except ConfigError as error:  # on every rank, because RANK itself may not be a number
+    except ConfigError as error:  # on every rank, because RANK itself may be malformed
         print(f"{program}: error: {error}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
-    watch_launcher()  # from now on this process exits when its launcher ends, even during imports
+    watch_launcher()  # exit with the launcher from here on, even during imports
     # DeepSpeed warns that it found no GPU; our own output reports it already ("ranks on CPU").
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.filename != "real_accelerator.py")
     if reads is not None:
@@ -139,7 +139,7 @@ def exit_with(
         _handle_interrupts(_raise_interrupt)
         try:
             code = main() or 0
-        except SystemExit as leaving:  # from --help, or from a command run by this one
+        except SystemExit as leaving:  # raised by --help, or by a command run by this one
             if leaving.code not in (None, 0):
                 raise
             code = 0
@@ -180,7 +180,7 @@ def exit_for_interrupt() -> NoReturn:
 def _handle_interrupts(interrupt: Callable[[], NoReturn]) -> None:
     """Call `interrupt` on the first Ctrl-C, in this process only; exit at once on the second.
 
-    Forked workers ignore Ctrl-C: the terminal sends it to all, and this process ends them.
+    Forked workers ignore Ctrl-C: the terminal sends it to every process, and this one ends them.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background by a script
         return

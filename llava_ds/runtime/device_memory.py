@@ -18,7 +18,7 @@ SURE = re.compile(
     r"|DefaultCPUAllocator: (can't allocate|not enough) memory|Cannot allocate memory",  # the last: from the system
     re.DOTALL,
 )
-# Messages that a full device causes, but other faults may cause as well.
+# Messages that a full device causes, but other faults may also cause.
 LIKELY = re.compile(
     r"CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_NOT_INITIALIZED|CUDNN_STATUS_INTERNAL_ERROR"
     r"|ncclUnhandledCudaError|unhandled cuda error"

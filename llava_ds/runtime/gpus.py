@@ -21,8 +21,8 @@ class Gpu:
     pattern: matches the whole name that torch reports after "NVIDIA "; half: TFLOP/s in bf16, or fp16 without bf16;
     tf32: TFLOP/s, None without TF32; fp32: TFLOP/s without tensor cores; memory: GB; bandwidth: GB/s of the memory;
     link: GB/s of NVLink, one way, to all GPUs of the node together, None for PCIe (also if bridges join two cards
-    only); pcie: GB/s one way to the CPU; matmul: measured fraction of half that the fastest matrix products reach, None
-    if unknown; network: Gbit/s of all network cards of the vendor's 8-GPU node, None if it sells no such node.
+    only); pcie: GB/s one way to the CPU; matmul: measured fraction of `half` that the fastest matrix products reach,
+    None if unknown; network: Gbit/s of all network cards of the vendor's 8-GPU node, None if it sells no such node.
     """
 
     name: str

@@ -1,15 +1,16 @@
-"""Diagnosis from the ranks' heartbeats: which rank is late when nothing progresses, and which slows the others down."""
+"""Diagnose the ranks' heartbeats: find the late rank when nothing progresses, or the rank that slows the others
+down."""
 
 import statistics
 from dataclasses import dataclass
 
 from llava_ds.runtime.ranks import format_ranks
 
-SLOW_FACTOR = 1.5  # ratio of its working time to the others', in the same steps
-LEAST_BUSY = 0.5  # fraction of its time: a rank that waits for more than half of it slows nobody down
+SLOW_FACTOR = 1.5  # minimum ratio of its working time to the others', in the same steps
+LEAST_BUSY = 0.5  # minimum busy fraction: a rank that waits more than half of its time slows nobody down
 
 
-MOST_IN_A_MESH = 64  # up to this many ranks, every rank hears all
+MOST_IN_A_MESH = 64  # up to this many ranks, every rank hears every other
 PHASES = ("start", "step", "evaluation", "save", "export", "done")
 
 
@@ -74,9 +75,8 @@ class Known:
 def late_ranks(known: list[Known], silent_after_s: float) -> tuple[list[Known], str]:
     """Return the ranks that the others wait for, and the evidence.
 
-    In this order: ranks without a sign of life; ranks in an earlier phase or step than others; ranks whose main thread
-    does other work than waiting or queuing GPU work, unlike others'; ranks that queue, if others wait. Empty if all
-    ranks wait alike.
+    In this order: ranks without a sign of life; ranks in an earlier phase or step; ranks that work while others wait or
+    queue GPU work; ranks that queue while others wait. Empty if all ranks wait alike.
     """
     silent = [each for each in known if each.silent_s > silent_after_s and each.beat.phase != "done"]
     if silent:

@@ -1,11 +1,11 @@
 """Heartbeats: every rank sends its position in the run to others, even while its main thread hangs.
 
 Sent by UDP, one packet a second: no collective and no server, so that a rank's end never silences the others. A packet
-is JSON and carries this run's secret; other packets are ignored.
-Up to MOST_IN_A_MESH ranks, every rank hears all. With 512 ranks that would be a quarter of a million packets a second:
-beyond the limit a rank sends to the ranks of its machine and to WATCHERS watchers; watchers exchange beats with all.
-Each watcher can judge the run alone; if none is left, every rank judges. No relay exists whose end would lose beats.
-A beat that ends the run always goes to all ranks.
+is JSON and carries this run's secret; other packets are ignored. Up to MOST_IN_A_MESH ranks, every rank hears all. With
+512 ranks that would be a quarter of a million packets a second: beyond the limit a rank sends to the ranks of its
+machine and to WATCHERS watchers; watchers exchange beats with all. Each watcher can judge the run alone; if none is
+left, every rank judges. There are no relays whose end would lose beats. A beat that ends the run always goes to all
+ranks.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from llava_ds.runtime.hangs import MOST_IN_A_MESH, PHASES, Beat
 from llava_ds.runtime.processes import process_namespace
 from llava_ds.runtime.ranks import Ranks, address_towards, gather, local_ranks
 
-MOST_BYTES = 1400  # in a packet: fits into one Ethernet frame
-MOST_PACKETS = 4096  # read at once: flooding the port does not keep the thread busy
+MOST_BYTES = 1400  # bytes in a packet: fits into one Ethernet frame
+MOST_PACKETS = 4096  # packets read at once: flooding the port does not keep the thread busy
 RECEIVE_BYTES = 4 * 2**20  # requested; the kernel's default holds 256 packets, and net.core.rmem_max may not allow more
-WATCHERS = 4  # ranks that hear all, in larger runs
+WATCHERS = 4  # number of watchers in larger runs
 INTERVAL_S = 1.0  # between two beats of a rank
 
 
@@ -151,8 +151,7 @@ class Peers:
     def wait(self, seconds: float) -> list[int]:
         """Wait for the timeout, for beats, or for the end of a process on this machine.
 
-        Returns the ranks that are gone, each once. Call heard() afterwards, or beats are lost when the socket's buffer
-        fills.
+        Returns each gone rank once. Call heard() afterwards, or beats are lost when the socket's buffer fills.
         """
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
@@ -168,7 +167,7 @@ class Peers:
     def refusals(self, rank: int) -> tuple[int, int]:
         """Count the answers about a silent rank: (its machine refuses the port, the network has no route to it).
 
-        Call it once a second: an answer arrives with a later call.
+        Call it once a second: answers arrive with a later call.
         """
         if rank not in self._probes:
             peer = self.all[rank]

@@ -35,8 +35,8 @@ def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], str | No
         missing = [name for name in TORCH_VARIABLES if name not in environ]
         if missing:
             raise ConfigError(
-                f"RANK is set, but {', '.join(missing)} not: start with deepspeed, torchrun or srun, or set all of "
-                f"{', '.join(TORCH_VARIABLES)}"
+                f"RANK is set, but {', '.join(missing)} is missing: start with deepspeed, torchrun or srun, or set "
+                f"all of {', '.join(TORCH_VARIABLES)}"
             )
         return {}, None
     if names := _names(environ):
@@ -77,7 +77,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
         if name in numbers and size is not None and numbers[name] >= numbers[size]:
             problems.append(
                 f"{own_name[name]} is {numbers[name]}, but {own_name[size]} is {numbers[size]}: expected 0 to "
-                f"{numbers[size] - 1}; the other ranks would wait forever for the missing one"
+                f"{numbers[size] - 1}; otherwise ranks wait forever for a missing one"
             )
     if "RANK" in environ and not environ.get("MASTER_ADDR", "unset").strip():
         problems.append("MASTER_ADDR is empty: expected the name or address of rank 0's machine")

@@ -19,14 +19,14 @@ from llava_ds.runtime.waiting import QUEUE, waits_for
 
 OURS = f"{Path(__file__).resolve().parents[1]}{os.sep}"  # this package; the script that is run counts as well
 WRITING_S = 10.0  # for stacks and messages: the disk may be what hangs
-LEAST_CPU = 0.05  # fraction of a core: the watchdog itself uses less
-LEAST_BYTES = 1_000_000  # read or written between two looks: the watchdog itself uses less
+LEAST_CPU = 0.05  # minimum fraction of a core: the watchdog itself uses less
+LEAST_BYTES = 1_000_000  # minimum bytes between two looks: the watchdog itself reads and writes less
 
 
 class Activity:
     """Processor time and file traffic of this process and its children.
 
-    on_gpu: ignore this process's own processor time, because CUDA and NCCL spin while they wait.
+    on_gpu: ignore this process's own processor time, because CUDA and NCCL spin while waiting.
     """
 
     def __init__(self, on_gpu: bool = False) -> None:
@@ -48,7 +48,7 @@ class Activity:
         cpu_s, size = 0.0, 0
         with contextlib.suppress(psutil.Error):
             for process in (self._process, *self._process.children(recursive=True)):
-                with contextlib.suppress(psutil.Error, OSError, AttributeError):  # it ended, or is not counted here
+                with contextlib.suppress(psutil.Error, OSError, AttributeError):  # it ended, or is hidden here
                     if not (self._on_gpu and process is self._process):
                         times = process.cpu_times()
                         cpu_s += times.user + times.system

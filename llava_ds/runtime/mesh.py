@@ -127,7 +127,8 @@ class Mesh:
 
 
 class _SumOver(torch.autograd.Function):
-    """Sum over ranks. Backward passes the gradient on unchanged: every rank computes the same loss from the sum."""
+    """Sum over ranks. Backward passes the gradient unchanged, because every rank computes the same loss from the
+    sum."""
 
     @staticmethod
     def forward(ctx, own: torch.Tensor, group: Group) -> torch.Tensor:
@@ -155,7 +156,7 @@ def check_sizes(world_size: int, axes: Sequence[Axis]) -> None:
         products = (p for p in itertools.product(divisors, repeat=len(given)) if world_size % math.prod(p) == 0)
         fitting = [" x ".join(map(str, sizes)) for sizes in products]
         raise ConfigError(
-            f"{' times '.join(given)} is {product}; this does not divide {world_size} ranks: give one of "
+            f"{' times '.join(given)} is {product} and does not divide {world_size} ranks: give one of "
             f"{', '.join(fitting)}, or start another number of ranks"
         )
     for axis in inner:

@@ -13,7 +13,7 @@ from llava_ds.constants import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_READER_GONE, C
 from llava_ds.runtime.redact import redact
 
 DETAILS = logging.getLogger("llava_ds.details")  # above INFO: print_details prints nothing
-READER_GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader; a terminal that was closed
+READER_GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader; a closed terminal
 
 
 class _LastingFile(io.FileIO):
@@ -27,7 +27,7 @@ class _LastingFile(io.FileIO):
     def __init__(self, descriptor: int, ends: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self.ends = ends
-        self.failure: OSError | None = None  # the first one, of a file that has a reader
+        self.failure: OSError | None = None  # the first error, for a file with a reader
 
     def write(self, data: bytes) -> int:
         try:
@@ -105,7 +105,7 @@ def print_first(*lines: str) -> None:
     if lines and env_rank() == 0:
         from tqdm import tqdm
 
-        with tqdm.external_write_mode(file=sys.stdout):  # on a line of its own, if a progress bar is shown
+        with tqdm.external_write_mode(file=sys.stdout):  # start a new line if a progress bar is shown
             print(*(printable(redact(line), keep="\n\t") for line in lines), sep="\n", flush=True)
 
 
@@ -118,7 +118,7 @@ def print_details(*lines: str) -> None:
 def exit_for_failure() -> None:
     """Print the traceback and exit with code 1 at once.
 
-    The interpreter's own exit would wait for threads and connections of collectives that other ranks are in.
+    The interpreter's own exit would wait for threads and connections of other ranks' collectives.
     """
     sys.stdout.flush()
     print(redact(traceback.format_exc()), file=sys.stderr, flush=True)

@@ -32,10 +32,10 @@ TICK_S, RENEWAL_S = 0.5, 5.0
 SILENT_S = 60.0  # without a renewal, by the file system's clock, a holder on another machine counts as dead
 ENDING_S = 900.0  # time to wait for a run that was asked to stop
 LINGERING_S = 90.0  # time to wait for the ranks of a dead run; their watchdogs end them
-SAME_START_S = 5.0  # tolerance between two reads of one process's start time: clocks are set
+SAME_START_S = 5.0  # tolerance between two reads of a process's start time: clocks get adjusted
 MOST_BYTES = 1 << 20
 
-# Types of the fields in run.lock: anybody may have written it, and its token becomes part of a file name.
+# Types of the fields in run.lock, checked because anybody may write it and its token becomes part of a file name.
 Token = Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
 Pid = Annotated[int, Field(ge=1, lt=1 << 31)]
 Text = Annotated[str, Field(max_length=256)]
@@ -74,8 +74,8 @@ class Process:
 class Holder:
     """The content of run.lock.
 
-    ranks: all processes of the run, once they have joined; launcher: rank 0's, by which the other ranks recognise it;
-    ending: True if the run was asked to stop.
+    ranks: all processes of the run, once they have joined; launcher: rank 0's launcher, by which other ranks recognise
+    it; ending: True if the run was asked to stop.
     """
 
     token: Token
@@ -104,7 +104,7 @@ _HOLDER = TypeAdapter(Holder)
 class OutputLock:
     """The lock, held by rank 0 from before the ranks join until the end of the `with` block.
 
-    After a crash or a kill the file remains, and names a process that is gone.
+    After a crash or a kill the file remains, naming a dead process.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class OutputLock:
     def release(self) -> None:
         """Release the lock for the next run."""
         self._released.set()
-        with self._writing, contextlib.suppress(OSError, ConfigError):  # ConfigError if the lock is not a file any more
+        with self._writing, contextlib.suppress(OSError, ConfigError):  # ConfigError if the lock is no longer a file
             holder, self._holder = self._holder, None
             if holder is None:
                 return
@@ -229,7 +229,7 @@ class OutputLock:
         """Take over from a dead holder, unless another start does.
 
         The right to take over is a file named after the dead holder's token; only one start can create it. If that
-        start dies too, the next one's file is named after that start's token.
+        start dies as well, the next file is named after its token.
         """
         token, passed = dead.token, []
         while not _create(own, right := self._path.with_name(f"{NAME}.after-{token}")):
@@ -255,7 +255,7 @@ class OutputLock:
         began, warned = time.monotonic(), False
         while left := [each for each in (before.ranks if before else ()) if each.is_here and each.is_alive]:
             if time.monotonic() - began > LINGERING_S:
-                self._rewrite(first=left[0], ranks=tuple(left))  # so that no other start takes them for dead
+                self._rewrite(first=left[0], ranks=tuple(left))  # otherwise other starts would think this one is dead
                 self._holder = None
                 pids = " ".join(str(each.pid) for each in left)
                 raise ConfigError(
@@ -302,8 +302,8 @@ class OutputLock:
             return False
         if found.token != self._holder.token:
             say_now(
-                f"run/train.py: error: --output_dir {self._path.parent} was taken over by another run "
-                f"({found}), because this run was silent for too long. It ends now, so that it does not write there"
+                f"run/train.py: error: --output_dir {self._path.parent} was taken over by another run ({found}), "
+                "because this run was silent for too long. It ends now, to avoid writing there"
             )
             with contextlib.suppress(OSError):
                 self._scratch.unlink(missing_ok=True)

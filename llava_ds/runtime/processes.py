@@ -26,8 +26,8 @@ LAUNCHER_SCRIPTS = {"torchrun", "accelerate"}
 RUNNER_SCRIPTS = {"deepspeed", "deepspeed.pt", "ds"}  # the user's command; it starts each machine's launcher
 RUNNER_MODULE = "deepspeed.launcher.runner"
 PR_SET_PDEATHSIG = 1  # prctl(2)
-LOOK_S = 0.5  # between checks of the launchers
-LOOKS = 5  # attempts at listing processes, if the list changes meanwhile
+LOOK_S = 0.5  # seconds between checks of the launchers
+LOOKS = 5  # attempts to list processes while the list changes
 GONE = "the process that started this run has ended"
 
 
@@ -124,7 +124,7 @@ def _is_adopted(process: psutil.Process) -> bool:
     A process started by a shell, ssh or a container's first process leads a group, or is in its parent's session.
     """
     pid, parent = process.pid, process.ppid()
-    with contextlib.suppress(OSError, psutil.Error):  # it ended, or the parent is in another namespace
+    with contextlib.suppress(OSError, psutil.Error):  # it ended, or its parent is in another namespace
         if parent == 0 or os.getpgid(pid) == pid or os.getsid(pid) == pid:
             return False
         if os.getsid(pid) != os.getsid(parent):
@@ -138,8 +138,8 @@ def _is_adopted(process: psutil.Process) -> bool:
 class LauncherWatch:
     """A thread that checks whether the launchers of this process still run.
 
-    prctl(PR_SET_PDEATHSIG) can't replace it: that signal comes when the thread that started this process ends, although
-    its process may live on, and it does not cover the runner above the launcher.
+    prctl(PR_SET_PDEATHSIG) can't replace it: that signal comes when the thread that started this process ends, even if
+    its process lives on, and the runner above the launcher is not covered.
     """
 
     def __init__(self, above: Above) -> None:

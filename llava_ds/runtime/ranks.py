@@ -59,7 +59,7 @@ def local_ranks() -> int:
 
 
 def address_towards(host: str) -> tuple[socket.AddressFamily, str]:
-    """Return the family and address from which this machine reaches another. Raises OSError without a route."""
+    """Return the family and address that this machine uses to reach another. Raises OSError without a route."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing: it only looks up the route
@@ -116,9 +116,9 @@ def check_shared_folder(folder: Path, flag: str, ranks: Ranks, wait_s: float = S
         (folder / name).unlink()
     if blind:
         raise ConfigError(
-            f"{flag} {folder}: {format_ranks(blind)} of {ranks.world_size} do not see there a file that rank 0 wrote, "
-            "and a checkpoint needs the files of all ranks: name a folder on a file system that all machines share, or "
-            "give --save_strategy no"
+            f"{flag} {folder}: {format_ranks(blind)} of {ranks.world_size} do not see a file that rank 0 wrote there, "
+            "but a checkpoint needs the files of all ranks: name a folder on a file system that all machines share, "
+            "or give --save_strategy no"
         )
 
 
@@ -133,7 +133,7 @@ def first_rank_first(ranks: Ranks) -> Iterator[None]:
     """Let rank 0 through first, then the first rank of every other machine, then all others.
 
     Later ranks find in a cache the files that earlier ones wrote, on shared disks and on local ones. A user's error on
-    one rank is raised on every rank, so that none is left in a collective.
+    one rank is raised on every rank, so that no rank is left in a collective.
     """
     turn = 0 if ranks.is_first else 1 if ranks.local_rank == 0 else 2
     for _ in range(turn):
@@ -188,7 +188,7 @@ def gather(value: T, ranks: Ranks) -> list[T]:
 
 
 def _share_error(error: Exception | None, ranks: Ranks) -> None:
-    """End a turn: raise another rank's first error on the ranks without one. Collective."""
+    """End a turn: raise the first rank's error on all ranks without their own. Collective."""
     everyone = gather((error, socket.gethostname()), ranks)
     if error is not None:
         return  # the caller raises its own

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 HIDDEN = "<redacted>"
-LEAST_CHARACTERS = 8  # in a variable's value: a shorter one would match inside ordinary words
+LEAST_CHARACTERS = 8  # minimum length of a variable's value: a shorter one would match inside ordinary words
 
 _SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 # Whole words of a flag's or setting's name: --hub_token and api_key, but not tokens_per_micro_batch.

@@ -32,7 +32,7 @@ def scratch_folder(prefix: str, parent: Path) -> Iterator[Path]:
 def _remove_leftovers(prefix: str, parent: Path) -> None:
     for folder in parent.iterdir():
         if folder.name.startswith(prefix) and folder.is_dir() and not folder.is_symlink():
-            with contextlib.suppress(OSError):  # its owner may delete it right now
+            with contextlib.suppress(OSError):  # its owner may be deleting it now
                 if _is_left(folder, folder.name.removeprefix(prefix)):
                     shutil.rmtree(folder, ignore_errors=True)
 
@@ -47,5 +47,5 @@ def _is_left(folder: Path, rest: str) -> bool:
 
 
 def _machine(process: Process) -> str:
-    """Return a word for the PID namespace of a process."""
+    """Return a word that identifies the PID namespace of this process."""
     return hashlib.sha256((process.namespace or process.host).encode()).hexdigest()[:12]

@@ -37,14 +37,14 @@ from llava_ds.runtime.ranks import Ranks, barrier, print_first
 from llava_ds.runtime.waiting import waiting
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # SIGHUP: the terminal was closed
-LAUNCHER_GONE, TIME_IS_OVER = 101, 102  # requests other than signals; signal numbers are smaller
+LAUNCHER_GONE, TIME_IS_OVER = 101, 102  # requests other than signals, above all signal numbers
 # One Ctrl-C arrives twice, from the terminal and as SIGTERM from the launcher; so does a signal to the process group.
 SAME_REQUEST_S = 2.0
 WAIT_S = 1.0  # time for the other tasks to end
-HOLD_S = 900.0  # how long a launcher is stopped; afterwards it may kill a run that reaches no boundary
+HOLD_S = 900.0  # maximum time to stop a launcher; afterwards it may kill a run that reaches no step boundary
 PATIENCE = timedelta(hours=12)  # as in all waits during which a rank may be writing files
-LEAVING_S, LEAVING = 20.0, 0.1  # for the report and the processes' end: seconds, but at most this fraction of the limit
-UNKNOWN_SAVE = 0.05  # fraction of --max_run_time reserved for a save before one has been timed
+LEAVING_S, LEAVING = 20.0, 0.1  # reserve for the report and the end of processes, at most this fraction of the limit
+UNKNOWN_SAVE = 0.05  # fraction of --max_run_time reserved for a save until one has been timed
 
 
 class Phase(Enum):
@@ -52,7 +52,7 @@ class Phase(Enum):
 
     LEAVES = "everything is on disk: the process exits at once"
     SAVES = "the ranks agree on it, and stop at a step boundary"
-    WAITS = "the run is about to end, and only its end saves the model"
+    WAITS = "the run is about to end and save the model"
     IGNORED = "this rank is exiting"
 
 
@@ -98,8 +98,8 @@ class Stopping:
     def __init__(
         self, watch: LauncherWatch | None = None, on_leaving: Callable[[str], None] = lambda reason: None
     ) -> None:
-        """watch: of the launchers, by default this process's; on_leaving: called with the reason before an exit at
-        once."""
+        """watch: LauncherWatch, by default this process's; on_leaving: called with the reason before an immediate
+        exit."""
         self._watch, self._on_leaving = watch, on_leaving
         self._phase = Phase.LEAVES
         self._asked = 0  # the first request: a signal's number, LAUNCHER_GONE or TIME_IS_OVER
@@ -224,7 +224,7 @@ class Stopping:
                 return
             for number in received:
                 if number in REQUESTS or (number == LAUNCHER_GONE and not self._asked):
-                    self._ask(number)  # bytes of other handlers' signals arrive as well
+                    self._ask(number)  # bytes from other handlers' signals arrive as well
             if self._held is not None and time.monotonic() - self._signalled_s > HOLD_S:
                 self._release()
 

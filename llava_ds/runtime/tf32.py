@@ -32,7 +32,7 @@ def exact_fp32() -> Iterator[None]:
 
 
 def _switch(matmul: bool, cudnn: bool) -> None:
-    # torch 2.9 to 2.13 know each switch by two names. The older name sets both, but leaves cuDNN's newer one at "none";
+    # torch 2.9 to 2.13 have two names for each switch. The older one sets both, but leaves cuDNN's newer one at "none";
     # if only the newer one is set, code that reads the older one (torch.compile) raises an error about a mixture.
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
     torch.backends.cuda.matmul.fp32_precision = "tf32" if matmul else "ieee"

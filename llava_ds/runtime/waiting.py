@@ -1,7 +1,7 @@
 """Marks on a thread that waits for the device or for other ranks, read by the watchdog.
 
 Under NCCL a rank does not wait where it joins a collective, but at the next read from the device: in C, where CUDA
-spins. Such a wait can't be distinguished from work by the Python line or by processor time.
+spins. Neither the Python line nor processor time distinguishes such a wait from work.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def note_progress() -> None:
 
 
 def noted_progress(thread: threading.Thread) -> int:
-    """Return how often a thread called note_progress."""
+    """Return the number of times a thread called note_progress."""
     return getattr(thread, _PROGRESS, 0)
 
 

@@ -22,16 +22,16 @@ from llava_ds.runtime.ranks import Ranks, barrier, format_ranks
 from llava_ds.runtime.waiting import noted_progress
 
 TICK_S = 0.2
-LONGEST_TICK_S = 1.0  # in longer ones this process was stopped, and could make no progress
+LONGEST_TICK_S = 1.0  # a longer pause means this process was stopped, unable to progress
 SILENT_S = 10.0  # without a beat, a rank is reported as giving no sign of life
 REFUSED_S, UNREACHABLE_S = 30.0, 60.0  # without a beat, a rank is gone if its machine, or the network, reports so
 REFUSALS = 3
-MOST_NAMED = 4  # ranks in a message, with their samples
-STEPS_LONGER = 4  # times the longest step so far: shorter steps are never too long, whatever the limit
-WINDOW_S = 60.0  # over which ranks are compared
-WINDOWS_BETWEEN = 10  # between two lines about the same rank
-LAUNCHER_S = 10.0  # in which a launcher ends its ranks after one of them has ended
-PEER_IS_GONE = (  # in messages of gloo, NCCL and torch's store: they have no error type for it
+MOST_NAMED = 4  # maximum ranks in a message, with their samples
+STEPS_LONGER = 4  # minimum limit, in multiples of the longest step so far
+WINDOW_S = 60.0  # seconds over which ranks are compared
+WINDOWS_BETWEEN = 10  # seconds between two lines about the same rank
+LAUNCHER_S = 10.0  # time in which a launcher ends its ranks after one ended
+PEER_IS_GONE = (  # words of gloo, NCCL and torch's store: they have no error type for it
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
     "Did the remote server shutdown or crash",
 )  # fmt: skip
@@ -70,7 +70,7 @@ class Watchdog:
         self._interval_s = self._peers.interval_s if self._peers else 1.0
         if self._peers:
             self._sent_at = self._peers.first_send_s - self._interval_s
-        self._send(self._beat)  # at once: a rank that was never heard looks like a blocked network
+        self._send(self._beat)  # at once, because a rank never heard looks like a blocked network
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -98,7 +98,7 @@ class Watchdog:
         if isinstance(error, Exception):
             self._raised(error)
         else:  # the end, or SystemExit: the other ranks reach it by themselves
-            with self._sending:  # no earlier beat follows this one, and no rank's process ends before it is sent
+            with self._sending:  # so that this is the last beat, and sent before any rank's process ends
                 self.set_phase("done", self._at[1])
                 self._send(replace(self._beat, phase="done", step=self._at[1], seconds=0.0, limit=self._limit("done")))
             if error is None:
@@ -299,7 +299,7 @@ class Watchdog:
         self._before = now
         for rank, part, median, factor in stragglers(passed):
             if self._now < self._next_report.get(rank, 0.0):
-                continue  # reported not long ago
+                continue  # reported recently
             self._next_report[rank] = self._now + WINDOWS_BETWEEN * self._window_s
             say(
                 f"watchdog: {self._name(rank)} holds up the others: over {passed[rank][1]:.0f} s of steps it worked "

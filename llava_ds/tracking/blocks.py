@@ -38,7 +38,7 @@ def render(template: str, **values: object) -> str:
 
 
 def show(blocks: list[Block]) -> str:
-    """Render blocks by themselves."""
+    """Render blocks alone, outside a page."""
     return str(_environment().get_template("blocks.html.j2").module.show(blocks))
 
 
@@ -58,7 +58,7 @@ def pre(text: str) -> Block:
 
 
 def details(summary: str, *blocks: Block) -> Block:
-    """Return blocks that a click on the summary shows."""
+    """Return blocks that unfold when the summary is clicked."""
     return {"kind": "details", "summary": summary, "blocks": blocks}
 
 
@@ -81,8 +81,8 @@ def table(
 ) -> Block:
     """Return a table; a cell is text, or styled(...).
 
-    numbers: right-aligned columns; stacks: the cells of a row may be stacked on a narrow screen; named: they are then
-    labelled with their column's name.
+    numbers: right-aligned columns; stacks: stack a row's cells on a narrow screen; named: label stacked cells with
+    their column's name.
     """
     rows = list(map(list, rows))
     return {"kind": "table", "head": head, "rows": rows, "numbers": numbers, "stacks": stacks, "named": named}

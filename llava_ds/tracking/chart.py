@@ -9,7 +9,7 @@ from llava_ds.tracking.series import thinned
 
 WIDTH, HEIGHT = 420, 230
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 34
-LOG_FROM = 12.0  # ratio to the smallest value from which a log scale is easier to read
+LOG_FROM = 12.0  # minimum ratio to the smallest value for a log scale
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def line_chart(
     log: bool = True,
     from_zero: bool = False,
 ) -> str:
-    """Return a figure with a curve for each series over the optimizer steps; a sentence without values.
+    """Return a figure with a curve for each series over the optimizer steps; a sentence if there are none.
 
     log: allow a logarithmic scale, used for values that are far apart; from_zero: begin the scale at zero, for
     quantities.
@@ -168,7 +168,7 @@ def _curve(one: Series, x: Callable[[float], float], y: Callable[[float], float]
 
 
 def _ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Return round values from at or below `low` to at or above `high`."""
+    """Return round values that span `low` to `high`."""
     if high <= low:
         return [low]
     raw = (high - low) / about
@@ -187,5 +187,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
     kept = [tick for tick in ticks if below <= tick <= above]
     if len(kept) <= 8:
         return kept
-    kept = [10.0**power for power in powers if low <= 10.0**power <= high]  # at least two, because there were so many
+    kept = [
+        10.0**power for power in powers if low <= 10.0**power <= high
+    ]  # at least two remain, because there were many
     return kept[:: math.ceil(len(kept) / 7)]

@@ -11,7 +11,7 @@ from llava_ds.tracking.run_files import RunFiles
 from llava_ds.tracking.series import running_mean
 from llava_ds.tracking.wording import NUMBERS, model_of, shown_score
 
-# Paths of a run always differ, and mean nothing.
+# Paths differ between all runs, and mean nothing.
 PLACES = ("output_dir", "run_name", "cache_dir", "resume")
 CURVES = {
     "loss": "Loss per supervised token (running mean)",
@@ -23,7 +23,7 @@ LINEAR = ("lr", "tokens_per_s")
 
 
 def names_of(runs: list[RunFiles]) -> list[str]:
-    """Return different names for the runs: the folder is added if necessary."""
+    """Return unique names for the runs, with the folder if necessary."""
     counts = Counter(run.name for run in runs)
     names = [run.name if counts[run.name] == 1 else f"{run.name} ({run.output_dir})" for run in runs]
     return [name if names.count(name) == 1 else f"{name} #{i + 1}" for i, name in enumerate(names)]
@@ -35,7 +35,7 @@ def numbers_table(runs: list[RunFiles]) -> list[list[str]]:
     rows = [
         [shown.label, *(shown.form(numbers[name]) if name in numbers else "" for numbers in found)]
         for name, shown in NUMBERS.items()
-        if name != "samples" and any(name in numbers for numbers in found)  # tokens say more
+        if name != "samples" and any(name in numbers for numbers in found)  # the number of tokens says more
     ]
     scores = [_scores(run) for run in runs]
     kinds = dict.fromkeys(kind for each in scores for kind in each)
@@ -58,7 +58,7 @@ def in_terminal(runs: list[RunFiles]) -> list[str]:
     if differing := differences(runs):
         lines += ["", *_aligned([["differs", *names], *differing])]
     else:
-        lines += ["", "no flag and no DeepSpeed value differs"]
+        lines += ["", "all flags and DeepSpeed values agree"]
     return lines + [f"{name}: {problem}" for name, run in zip(names, runs) for problem in run.problems.values()]
 
 
@@ -83,7 +83,7 @@ def comparison_page(runs: list[RunFiles]) -> str:
     problems = [f"{name}: {text}" for name, run in zip(names, runs) for text in run.problems.values()]
     lines = [(name, model_of(run) if run.flags else "", run.output_dir.resolve()) for name, run in zip(names, runs)]
     numbers = table(["", *names], numbers_table(runs), range(1, len(names) + 1), stacks=True, named=True)
-    same = note("No flag and no DeepSpeed value.", "note")
+    same = note("All flags and DeepSpeed values agree.", "note")
     sections = {
         "Result": [numbers],
         "Curves": [charts(curves)],
@@ -130,7 +130,7 @@ def _flat(value: object, path: str = ""):
 
 
 def _scores(run: RunFiles) -> dict[str, str]:
-    """Return the overall scores in run/evaluate.py's files, or all scores if none is overall."""
+    """Return the overall scores in run/evaluate.py's files, or all scores if no file has an overall score."""
     found = {}
     for file, content in run.evaluations.items():
         scores = content.get("scores", content)

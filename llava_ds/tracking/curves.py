@@ -12,7 +12,7 @@ def learning_curves(run: RunFiles) -> list[Block]:
     """Return charts of loss, eval loss, learning rate and gradient norm; curves without numbers are left out."""
     if not run.metrics:
         return [note(run.problems.get("metrics.jsonl", "There are no steps."), "warn")]
-    # In one order, so that both charts draw a source in the same colour.
+    # Sorted, so that both charts draw a source in the same colour.
     names = list(dict.fromkeys(name for row in (*run.metrics, *run.evals) for name in _by_source(row)))
     curves = [
         line_chart("Loss per supervised token", loss_series(run)),
@@ -36,7 +36,7 @@ def objective_curves(run: RunFiles) -> list[Block]:
     """Return a chart per number with a title and per group of means; empty for supervised training."""
     found = dict.fromkeys(name for row in run.metrics for name in objective_numbers(row))
     titles = {name: number.title for name, number in known_numbers().items()} if found else {}
-    each = [name for name in found if name.endswith("/mean") and name.count("/") == 2]  # several means of a kind
+    each = [name for name in found if name.endswith("/mean") and name.count("/") == 2]  # several means of one kind
     kinds = {name: name.removesuffix("/mean").split("/") for name in each if len(each) > 1}
     titles |= {name: f"{kind.capitalize().removesuffix('s')}: {which}" for name, (kind, which) in kinds.items()}
     curves = [smoothed(run, title, name, log=False) for name, title in titles.items() if name in found]

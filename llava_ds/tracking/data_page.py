@@ -16,7 +16,7 @@ from llava_ds.tracking.blocks import note, pre, render, table
 from llava_ds.tracking.shown_images import data_uri
 
 THUMBNAIL = 224  # pixels of the longer side of an image on the page
-BOX_COLOURS = ("red", "lime", "blue", "magenta", "cyan", "orange")  # for the boxes on an image, in turn
+BOX_COLOURS = ("red", "lime", "blue", "magenta", "cyan", "orange")  # colours for the boxes on an image, in turn
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class EvalLoss(NamedTuple):
 
 
 class Evals:
-    """Writes and prints eval losses, on rank 0. A resumed run drops those after its checkpoint, as in metrics.jsonl.
+    """Writes and prints eval losses, on rank 0. A resumed run drops losses after its checkpoint, as in metrics.jsonl.
 
     losses: the rows of evals.jsonl so far on rank 0, empty on other ranks.
     """
@@ -40,7 +40,7 @@ class Evals:
             self._steps = {row["step"] for row in self.losses}
 
     def has(self, step: int) -> bool:
-        """Return True if an earlier start evaluated after this step. For rank 0."""
+        """Return True if an earlier start evaluated after this step. Only rank 0 knows."""
         return step in self._steps
 
     def add(
@@ -54,8 +54,8 @@ class Evals:
     ) -> None:
         """Record an evaluation.
 
-        found: None without eval samples; scores: metrics besides the loss; broken: samples left out of the loss because
-        their images could not be read; seconds: of the loss and of the scores.
+        found: None without eval samples; scores: metrics besides the loss; broken: number of samples left out of the
+        loss, because their images could not be read; seconds: time for the loss, and for the scores.
         """
         if not self.is_first:
             return

@@ -1,11 +1,11 @@
 # T tokens, L tokens of one sample, S supervised positions, N image tiles
 """Useful floating-point operations of training, for MFU, from the configurations alone.
 
-A matrix costs 2 FLOPs per weight and token forward; backward costs 2 for its input's gradient, if it or something
-before it trains, and 2 for its own gradient, if it trains. Attention costs 4 times the width of all heads per layer and
-pair of tokens in which one sees the other, L (L + 1) / 2 per sample, and twice that backward. Where an image's tokens
-see each other, its P tokens add P (P - 1) / 2 pairs. A layer with a state (the delta rule) has no pairs: per token it
-costs 6 times the numbers in its states (read twice, changed once), and twice that backward.
+A matrix costs 2 FLOPs per weight and token forward; backward costs 2 for its input's gradient, if a part before it
+trains, and 2 for its own gradient, if it trains. Attention costs 4 times the width of all heads per layer and pair of
+tokens in which one sees the other, L (L + 1) / 2 per sample, and twice that backward. Where an image's tokens see each
+other, its P tokens add P (P - 1) / 2 pairs. A layer with a state (the delta rule) has no pairs: per token it costs 6
+times the numbers in its states (read twice, changed once), and twice that backward.
 
 Only the maths that a step needs is counted: no padding, no recomputation, no blank images; every layer at every token,
 windows as full attention; the output layer at supervised positions only. Norms, activations and the optimizer are not
@@ -57,7 +57,7 @@ class ModelFlops:
         return self.per_token * tokens + self.per_pair * pairs + images + self.per_target * targets
 
     def of_rank(self, tp: int) -> "ModelFlops":
-        """Return the FLOPs of one of tp ranks that share the matrices of the language model's layers."""
+        """Return the FLOPs per rank when tp ranks share the matrices of the language model's layers."""
         shared = ("per_token", "per_pair", "forward_per_token", "forward_per_pair")
         return replace(self, **{name: getattr(self, name) / tp for name in shared})
 
@@ -71,7 +71,7 @@ class ModelFlops:
 
     @property
     def pair_cost(self) -> float:
-        """c in a sample's cost L + c L**2, in units of one token's matrices: half a pair's FLOPs."""
+        """Return c in a sample's cost L + c L**2, in units of one token's matrices: half a pair's FLOPs."""
         return self.per_pair / (2 * self.per_token)
 
     @property
@@ -97,7 +97,7 @@ def flops_of_model(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, 
     added: Counter[str] = Counter()
     for wrap in active(args.own, text).wraps:
         added.update(wrap.weights_per_token(model, tower.architecture, text, args))
-    # Per part: the share of layers that train, and the share that gradients flow back through.
+    # Per part: the share of layers that train, and the share of layers that gradients flow through.
     top_llm, top_tower = args.unfreeze_topk_llm / text.num_hidden_layers, args.unfreeze_topk_vision / tower.num_layers
     trains_tower = (top_tower or 1) if "vision_tower" in parts else 0
     trains_layers = (top_llm or 1) if "language_model" in parts - adapted else 0
@@ -131,8 +131,8 @@ def flops_of_model(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, 
 
 
 def _times(passes: float, trains: float) -> float:
-    """FLOPs per weight and token: forward, the input's gradient and the weight's own. passes, trains: the shares of
-    the weights that have these gradients."""
+    """FLOPs per weight and token: forward, the input's gradient and the weight's own. passes, trains: shares of the
+    weights with these gradients."""
     return 2 + 2 * passes + 2 * trains
 
 
@@ -154,7 +154,7 @@ def _state_flops(text: PreTrainedConfig) -> int:
 
 
 def _tiles_of(plan: TowerPlan) -> int:
-    """Number of tiles that the tower sees per tile: with S2, the sum over its scales."""
+    """Return the number of tiles that the tower sees per tile: with S2, the sum over its scales."""
     return sum((scale // plan.scales[0]) ** 2 for scale in plan.scales) if plan.scales else 1
 
 

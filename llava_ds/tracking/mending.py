@@ -1,4 +1,4 @@
-"""Repair the files of an earlier start in --output_dir: damaged ones are renamed, kept, and named in a message."""
+"""Repair the files of an earlier start in --output_dir: damaged ones are renamed, and a message names them."""
 
 import fnmatch
 from collections.abc import Iterable
@@ -45,7 +45,7 @@ OTHERS = ("run.json", "ds_config.json", "trainer_state.json", "data_files.parque
 
 
 def mend_side_files(output_dir: Path, names: Iterable[str], ranks: Ranks) -> None:
-    """Rename anything but a regular file, and rewrite a .jsonl with damaged lines without them. Collective.
+    """Rename anything but a regular file, and rewrite damaged .jsonl files without the damaged lines. Collective.
 
     names: files that a run writes, including patterns. Raises ConfigError on every rank if this fails.
     """

@@ -19,7 +19,7 @@ class MetricsTable:
     """
 
     def __init__(self, path: Path, log: Path) -> None:
-        """log: metrics.jsonl; it has a row before this table does."""
+        """log: metrics.jsonl; it gets each row before this table does."""
         self.path, self.log = path, log
         self.follows = False  # True if the file has all rows written so far
         self.columns: list[str] = []
@@ -35,7 +35,7 @@ class MetricsTable:
             write_whole(self.path, ",".join(self.columns) + "\n" + as_csv(stored, self.columns))
             self.follows = True
         except OSError:
-            self.follows = False  # metrics.jsonl, on the same disk, has reported it
+            self.follows = False  # metrics.jsonl, on the same disk, reports the error
 
 
 def columns_of(row: dict) -> list[str]:

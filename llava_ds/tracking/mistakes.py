@@ -11,9 +11,9 @@ from llava_ds.tracking.run_files import RunFiles
 from llava_ds.tracking.series import is_number
 from llava_ds.tracking.shown_images import shown_image
 
-MOST_SHOWN = 12  # on the page
+MOST_SHOWN = 12  # number of mistakes on the page
 MOST_IMAGES = 4  # per question
-RIGHT = 0.5  # a score from which an answer counts as right: VQA's accuracy is graded
+RIGHT = 0.5  # minimum score of a right answer: VQA's accuracy is graded
 LONGEST_TEXT = 200  # characters of a question or an answer in the terminal
 
 
@@ -32,7 +32,7 @@ def most_confident(rows: Iterable[dict], metric: str, most: int) -> tuple[list[d
                 count += 1
                 yield row
 
-    # At least one: rows have to be read to be counted.
+    # Take at least one: rows have to be read to be counted.
     found = heapq.nsmallest(max(1, most), wrong(), key=lambda row: (row["score"] if graded else 0, -row["logprob"]))
     return found[:most], count
 
@@ -41,7 +41,7 @@ def mistake_lines(rows: Iterable[dict], metric: str, most: int) -> list[str]:
     """Return a line with the count, and two for each of the most confident mistakes. most: 0 to count only."""
     found, count = most_confident(rows, metric, most)
     if count == 0:
-        return ["no answer is wrong"]
+        return ["all answers are right"]
     if not found:
         wrong = "wrong answer" if count == 1 else "wrong answers"
         return [f"{count:,} {wrong}: --show_wrong 10 shows some"] if metric == "accuracy" else []
@@ -51,7 +51,7 @@ def mistake_lines(rows: Iterable[dict], metric: str, most: int) -> list[str]:
             f"  {percent(row)}  {_quoted(row.get('text'))}, expected {_quoted(reference_text(row.get('reference')))}"
         )
         places = [str(place.get("path") if isinstance(place, dict) else place) for place in row.get("images", ())]
-        # Without the kind that is the prompt itself.
+        # Omit the kind that is the prompt itself.
         kinds = [kind for kind in row.get("kinds", ()) if kind != row.get("prompt")]
         about = [f"id {row.get('question_id')}", *kinds, *places]
         lines.append(f"          {_short(row.get('prompt'))}  ({', '.join(about)})")
@@ -80,7 +80,7 @@ def _cards(path: Path, content: dict, output_dir: Path) -> list[Block]:
         rows = (row for line in file if line.strip() and isinstance(row := json.loads(line), dict))
         found, count = most_confident(rows, metric, MOST_SHOWN)
     if not found:
-        return [note("No answer is wrong.", "note")]
+        return [note("All answers are right.", "note")]
     text = (
         f"{_order(len(found), count, metric)}. The percentage is the probability that the model gave to exactly this "
         f"answer. All answers are in {path.name}."
@@ -118,7 +118,7 @@ def percent(row: dict) -> str:
 
 
 def reference_text(reference: object) -> str:
-    """Return the text of a reference, or of several without repeats."""
+    """Return the text of a reference, or the distinct texts of several."""
     if isinstance(reference, list):
         return " / ".join(dict.fromkeys(map(str, reference)))
     return str(reference)

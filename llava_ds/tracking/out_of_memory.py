@@ -24,11 +24,11 @@ class MemoryWatch:
     """Context in which running out of memory becomes a ConfigError that names the samples and the flags to change."""
 
     def __init__(self, engine, resolved: ResolvedConfig, plan: StepPlan, done: Callable[[], int], ranks: Ranks) -> None:
-        """done: gives the number of steps that are done."""
+        """done: returns the number of finished steps."""
         self._resolved, self._plan, self._done = resolved, plan, done
         self._ranks = ranks
         self._warming_up: list[int] | None = None
-        self._step = self._index = -1  # the step, and which of its micro-batches
+        self._step = self._index = -1  # the step, and the index of its micro-batch
         self._batch: Batch | None = None
         self._trains = True
         engine.register_forward_pre_hook(self._note)
@@ -75,7 +75,7 @@ class MemoryWatch:
             samples = self._warming_up
         elif not self._trains:
             return f"{place} evaluating after step {self._step:,}: {_size(self._batch)}"
-        elif self._done() > self._step:  # in a hook
+        elif self._done() > self._step:  # in a hook, outside the step's own micro-batches
             return f"{place} after step {self._done():,}"
         elif self._resolved.args.traits.draws:
             return f"{place} training on answers in step {self._step + 1:,}: {_size(self._batch)}"

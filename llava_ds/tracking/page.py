@@ -20,7 +20,7 @@ from llava_ds.tracking.wording import NUMBERS, model_of, num_bytes
 FILE = "report.html"
 HOW = "python run/evaluate.py --model_path {folder} --compare_without_image --output {folder}/evaluation.json"
 MOST_REJECTED = 50  # rows of a table
-LEFT_OUT = "left out:"  # begins the reasons in EncodedDataset.summary
+LEFT_OUT = "left out:"  # prefix of the reasons in EncodedDataset.summary
 
 
 def report_at_end(output_dir: Path) -> None:
@@ -121,7 +121,7 @@ MACHINE = ("tokens_per_s", "mfu", "wait", "peak_memory_bytes")
 
 
 def _figures(run: RunFiles, wanted: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return (number, label) of the numbers that the run has; problems only if there were any."""
+    """Return (number, label) for the run's numbers; problems only if any occurred."""
     numbers, problems = run.numbers, ("skipped_steps", "broken_samples")
     found = [name for name in wanted if name in numbers and (numbers[name] or name not in problems)]
     return [(NUMBERS[name].form(numbers[name]), NUMBERS[name].label) for name in found]
@@ -135,7 +135,7 @@ def _data(run: RunFiles) -> list[Block]:
     blocks: list[Block] = []
     if isinstance(summary, list):
         lines = list(map(str, summary))
-        if LEFT_OUT in lines and run.skipped:  # they have a part of their own
+        if LEFT_OUT in lines and run.skipped:  # they have their own section
             lines = lines[: lines.index(LEFT_OUT)]
         blocks.append(pre("\n".join(lines)))
     if isinstance(lengths, dict) and isinstance(lengths.get("edges"), list) and isinstance(lengths.get("counts"), list):

@@ -46,7 +46,7 @@ def gemm_peak(device: torch.device, dtype: torch.dtype, time_s: float = GEMM_TIM
     """
 
     def drawn(side: int) -> torch.Tensor:
-        """Draw from a generator of its own, so that training's is unchanged."""
+        """Draw from a separate generator, so that training's is unchanged."""
         return torch.randn(side, side, device=device, generator=torch.Generator(device)).to(dtype)
 
     if device.type == "cuda":
@@ -59,7 +59,7 @@ def gemm_peak(device: torch.device, dtype: torch.dtype, time_s: float = GEMM_TIM
         one @ other
         needed = max(time.perf_counter() - before, 1e-9)
         best = max(best, 2 * side**3 / needed)
-        if side < GEMM_SIDES_CPU[1] and needed < time_s / 32:  # twice the side takes eight times as long
+        if side < GEMM_SIDES_CPU[1] and needed < time_s / 32:  # doubling the side takes eight times as long
             side *= 2
     return best
 

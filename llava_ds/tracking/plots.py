@@ -22,12 +22,12 @@ class LossPlot:
         self.path, self.title = path, title
         self.steps, self.losses, self.rates = array("q"), array("d"), array("d")  # 24 bytes per step
         self.thread: threading.Thread | None = None
-        self.problem: str | None = None  # the last drawing's error
+        self.problem: str | None = None  # error of the last drawing
         self.next_s = time.monotonic() + EVERY_S
         self._take(rows)
 
     def write(self, rows: list[dict]) -> None:
-        """Add rows, and start drawing if it is time."""
+        """Add rows, and start drawing if it is due."""
         self._take(rows)
         if time.monotonic() >= self.next_s and (self.thread is None or not self.thread.is_alive()):
             self.next_s = math.inf  # until this drawing is done

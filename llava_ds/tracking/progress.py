@@ -45,7 +45,7 @@ class RunFacts:
 
 
 class Reading(NamedTuple):
-    """Results of some steps, and their numbers being copied from the device."""
+    """Results of some steps, with their numbers being copied from the device."""
 
     results: list
     numbers: "NumbersFromDevice"
@@ -54,9 +54,9 @@ class Reading(NamedTuple):
 class Progress:
     """Takes the result of every step, reads the device only every --logging_steps, and writes on rank 0.
 
-    With reads_late, a step's numbers are copied from the device when it is done, and waited for when the next step is
-    queued: the device never idles because of the log. Numbers due at a save, an eval or the end are waited for at once.
-    A new number in the log needs one line in _row, or one entry in the objective's metrics.
+    With reads_late, a step's numbers are copied from the device when it is done, and read when the next step is queued:
+    the device never idles because of the log. Numbers due at a save, an eval or the end are waited for at once. A new
+    number in the log needs one line in _row, or one entry in the objective's metrics.
     """
 
     def __init__(self, run: RunFacts, plan: StepPlan, trackers: Trackers, ranks: Ranks, mesh: Mesh) -> None:
@@ -66,7 +66,7 @@ class Progress:
         self.pending: list = []  # steps not read yet
         self.readings: list[Reading] = []
         self.elapsed_s = 0.0  # time of the steps since the last write of the log
-        self.waited_s = 0.0  # for the device at the last read; it is part of the next step's time
+        self.waited_s = 0.0  # device wait of the last read, part of the next step's time
         self.smoothed, self.num_broken = Smoothed(), 0
         if ranks.is_first:
             metrics = run.output_dir / "metrics.jsonl"
@@ -79,7 +79,7 @@ class Progress:
     def after_step(self, result, flush: bool = False) -> tuple[list, list[dict]]:
         """Take a StepResult from the loop. Returns the results that were read from the device, and their rows.
 
-        flush: write at once, so that the log is not older than a checkpoint; a checkpoint's time is not part of a step.
+        flush: write at once, so that the log is as new as a checkpoint; a checkpoint's time is not part of a step.
         """
         self.pending.append(result)
         self.elapsed_s += result.step_time_s
@@ -192,7 +192,7 @@ class Progress:
             "broken_samples": result.num_planned - result.counts.samples,
         }
         assert row.keys() <= COLUMNS, "a new column is missing in COLUMNS"
-        assert not COLUMNS & result.metrics.keys(), "an objective's metric has the name of a column"
+        assert not COLUMNS & result.metrics.keys(), "an objective's metric has a column's name"
         row.update(result.metrics)
         # Long runs log the sources' losses of every n-th step only, so that logs of mixtures stay small.
         shown = result.step % self.trackers.every == 0 or result.step == self.plan.num_steps
@@ -250,7 +250,7 @@ class NumbersFromDevice:
         return [{name: self._number(value, parts) for name, value in step.items()} for step in self._steps]
 
     def _is_copied(self, value: object) -> bool:
-        """Return True for tensors on the device: with offload, some are on the host already."""
+        """True for tensors on the device; with offload, some are on the host already."""
         return isinstance(value, torch.Tensor) and value.device.type == self._device.type
 
     def _number(self, value: object, parts: Iterator[torch.Tensor]) -> object:
@@ -271,7 +271,7 @@ _BARS = (
 def update_bar(bar: tqdm, num_steps: int, everything: list[str], least: list[str]) -> None:
     """Advance the bar, and show as many numbers after it as the terminal has room for.
 
-    everything: the numbers if all fit; least: the essential numbers; for them the bar before the numbers is shortened,
+    everything: all numbers, shown if they fit; least: the essential numbers, for which the bar itself is shortened,
     because tqdm truncates a long line at its end.
     """
     shape = bar.format_dict

@@ -1,4 +1,4 @@
-"""The scores on a run's page: a card at the top, and further down every number in run/evaluate.py's files."""
+"""The scores on a run's page: a card at the top, and below it every number in run/evaluate.py's files."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from llava_ds.tracking.wording import shown_score
 
 MAIN_FILE = "evaluation.json"  # shown on the card; else the first file with scores by condition and kind
 OVERALL = "overall"
-# Meanings of the columns of evaluation.json: the conditions under which questions are repeated.
+# Meaning of each column in evaluation.json: the condition under which questions are repeated.
 CONDITIONS = {
     "blank image": "every image replaced by a plain colour: prompts as in training, without anything to see",
     "without picture": "no image and no image mark: the language model's answer to the bare question, a prompt that "

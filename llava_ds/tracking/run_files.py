@@ -56,7 +56,8 @@ class RunFiles:
         return str(self.flags.get("run_name") or self.output_dir.resolve().name)
 
     def column(self, name: str, rows: list[dict] | None = None) -> tuple[list[int], list[float]]:
-        """Return steps and values of one number, from all rows that have it; the first one of a list of numbers."""
+        """Return the steps and values of one number, from all rows that have it; of a list of numbers, the first
+        one."""
         steps, values = [], []
         for row in self.metrics if rows is None else rows:
             value = row.get(name)
@@ -67,7 +68,7 @@ class RunFiles:
         return steps, values
 
     def blocks_of(self, name: str, shown: Callable[[list[dict], Path], list]) -> list:
-        """Show the rows of a .jsonl that have a step, or a sentence about its problem."""
+        """Return a table of a .jsonl's rows that have a step, or a sentence about its problem."""
         problems: dict[str, str] = {}
         rows = [row for row in _rows(self.output_dir, name, problems) if is_number(row.get("step"))]
         if problems:
@@ -76,7 +77,7 @@ class RunFiles:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The few numbers that summarise a run, as far as known."""
+        """The known numbers among those that summarise a run."""
         found: dict[str, float] = {}
         if self.metrics:
             last = self.metrics[-1]
@@ -94,7 +95,7 @@ class RunFiles:
             found["wait"] = found["data_wait_s"] / found["step_time_s"]
         for name in ("tokens_per_s", "mfu"):
             if values := sorted(self.column(name)[1]):
-                # The median: the first steps, and those next to a save, are not typical.
+                # The median, because the first steps and steps next to a save are not typical.
                 found[name] = values[len(values) // 2]
         if values := self.column("peak_memory_bytes")[1]:
             found["peak_memory_bytes"] = max(values)

@@ -114,7 +114,7 @@ def length_histogram(lengths: Sequence[int]) -> dict[str, list[int]]:
 class RunRecord(TypedDict):
     """The part of run.json that later commands read.
 
-    given: flags on the command line; plugins: sha256 by name; folder: where relative paths start.
+    given: flags on the command line; plugins: sha256 by name; folder: base of relative paths.
     """
 
     arguments: dict[str, Any]
@@ -133,7 +133,7 @@ def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
     except (FileNotFoundError, DataError) as error:
         reason = "it is missing" if isinstance(error, FileNotFoundError) else error
         raise DataError(
-            f"{path} can't be read ({reason}): it holds the run's flags, and has to be in the run's folder"
+            f"{path} can't be read ({reason}): it has the run's flags, and must be in the run's folder"
         ) from error
     try:
         args, unknown = arguments_of(record["arguments"], record.get("given", ()))
@@ -150,7 +150,7 @@ def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
 def arguments_of(values: Mapping[str, object], given: Iterable[str]) -> tuple[Arguments, list[str]]:
     """Return the flags from run.json's values by name, and the names of unknown flags.
 
-    given: names of those on the command line. Raises DataError for a value of the wrong type.
+    given: names of flags on the command line. Raises DataError for a value of the wrong type.
     """
     flags = dict(values)
     extensions, sections = requested(flags), []
@@ -192,7 +192,7 @@ def _current_path(value: str, started: Path, then: Path, now: Path) -> Path:
         if path.is_relative_to(old) and len(old.parts) > 1:
             candidates.append(new / path.relative_to(old))
         if old.name != new.name and old != then:
-            break  # folders further up were not moved
+            break  # parent folders further up were not moved
     candidates.append(Path(value))
     return next((each for each in candidates if each.exists()), path)
 

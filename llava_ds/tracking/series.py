@@ -11,8 +11,8 @@ from llava_ds.extensions.active import flags_class
 from llava_ds.extensions.base import Number
 from llava_ds.extensions.table import EXTENSIONS
 
-MOST_POINTS = 1000  # per drawn curve: more than its pixels
-# In every row of metrics.jsonl, whatever the objective.
+MOST_POINTS = 1000  # maximum points per drawn curve, more than its pixels
+# Numbers in every row of metrics.jsonl, whatever the objective.
 COLUMNS = frozenset(
     {
         "step", "epoch", "loss", "lr", "grad_norm", "samples", "tokens", "supervised_tokens", "step_time_s",
@@ -64,7 +64,7 @@ def thinned(steps: Sequence[int], values: Sequence[float], most: int = MOST_POIN
 
 
 def means_by_source(sources: list[str], sums: list[float], targets: list[float]) -> dict[str, float]:
-    """Return the mean loss per supervised token of each data source that has any, to five digits."""
+    """Return the mean loss per supervised token for each data source that occurs, to five digits."""
     means = {name: total / number for name, total, number in zip(sources, sums, targets) if number}
     return {name: float(f"{mean:.5g}") for name, mean in means.items()}
 

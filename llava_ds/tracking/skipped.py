@@ -12,7 +12,7 @@ from llava_ds.files.jsonl import RowLog, rows_of
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, print_first
 
 STEPS_FILE = "skipped_steps.jsonl"
-MOST_NAMED = 8  # samples, in printed messages
+MOST_NAMED = 8  # maximum samples in printed messages
 
 
 class SkippedSamples:
@@ -36,7 +36,7 @@ class SkippedSamples:
     def add(self, results: list) -> None:
         """Record the broken samples of some steps. results: StepResults with numbers, the same steps on every rank."""
         if all(result.num_planned == result.counts.samples for result in results):
-            return  # true on all ranks: the counts are sums over ranks
+            return  # true on all ranks, because the counts are sums over ranks
         mine = [{**dataclasses.asdict(broken), "step": result.step} for result in results for broken in result.broken]
         rows = [row for part in gather(mine, self.ranks) for row in part]
         rows.sort(key=lambda row: (row["step"], row["file"], row["index"]))
@@ -58,7 +58,7 @@ class SkippedSamples:
 
 
 class SkippedSteps:
-    """Records the steps that changed nothing, and counts how many came in a row.
+    """Records the steps that changed nothing, and counts consecutive ones.
 
     If losses were not finite, the affected ranks' samples are recorded; otherwise all ranks', because gradients are
     judged together. A resumed run drops the lines after its checkpoint, as in metrics.jsonl.
@@ -86,11 +86,11 @@ class SkippedSteps:
         self.problem: str | None = None  # the reason to end the run, the same on every rank
 
     def add(self, results: list) -> None:
-        """Record the skipped ones of some steps. results: StepResults with numbers, the same steps on every rank."""
+        """Record the skipped steps among some. results: StepResults with numbers, the same steps on every rank."""
         for result in results:
             skipped, self._num_skipped = result.skipped_steps > self._num_skipped, result.skipped_steps
             self.in_a_row = self.in_a_row + 1 if skipped else 0
-            if skipped:  # true on all ranks: the engines' counts are the same
+            if skipped:  # true on all ranks, because their engines count alike
                 self._note(result.step, result.own_loss)
             if self.in_a_row >= self.most:
                 self.problem = self._too_many(result.step)

@@ -19,7 +19,7 @@ from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.redact import redact
 from llava_ds.tracking.series import objective_numbers
 
-# More points than anybody sees: TensorBoard draws 1,000 per curve. In longer runs every n-th step is sent.
+# Maximum number of points; TensorBoard draws 1,000 per curve. In longer runs every n-th step is sent.
 MOST_POINTS = 5_000
 CLOSING_S = 60.0
 PROJECT = "llava_ds"  # default of WANDB_PROJECT and TRACKIO_PROJECT
@@ -69,7 +69,7 @@ class Trackers:
             except Exception as error:  # a service or a disk failed: no tracker may end the run
                 del self.opened[name]
                 print_first(
-                    f"WARNING: {name} failed ({type(error).__name__}: {error}) and gets nothing more: "
+                    f"WARNING: {name} failed ({type(error).__name__}: {error}) and receives no more data: "
                     "metrics.jsonl has everything"
                 )
 
@@ -137,7 +137,7 @@ class TensorBoard:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self.event, self.points = Event, Event()  # points: of the last step, refilled
+        self.event, self.points = Event, Event()  # the last step's points, reused
         folder = output_dir / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         # Readers order events by file name.
@@ -169,8 +169,8 @@ class TensorBoard:
 class Logged:
     """W&B, or trackio (with the same methods); separate processes write it, even when this one is killed.
 
-    A resumed run continues the same tracker run, where nothing can be deleted: repeated steps after the checkpoint are
-    there already, and none is sent twice. Otherwise steps never decrease, because a return to a checkpoint restores
+    A resumed run continues the same tracker run. Nothing can be deleted there: repeated steps after the checkpoint
+    exist already, and are not sent again. Otherwise steps never decrease, because a return to a checkpoint restores
     only the weights.
     """
 
@@ -233,7 +233,7 @@ def _last_step(output_dir: Path, resume_step: int) -> int:
 
 
 def called(args: Arguments) -> str:
-    """Return the name of the run: --run_name, or the name of --output_dir."""
+    """Return the run's name: --run_name, or the name of --output_dir."""
     return args.training.run_name or Path(args.training.output_dir).resolve().name
 
 

@@ -40,7 +40,7 @@ def num_bytes(count: float) -> str:
 
 
 class Number(NamedTuple):
-    """A label and a format for one of RunFiles.numbers."""
+    """Label and format of one of RunFiles.numbers."""
 
     label: str
     form: Callable[[float], str]

@@ -1,6 +1,6 @@
 """Check the training flags before the slow imports.
 
-If the model can't be trained with the given flags at all, report that before any missing flag.
+If the model can't be trained with the given flags, that is reported before any missing flag.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def read_flags(argv: list[str]) -> None:
     """Check the flags. Raises ConfigError; flags that the model refuses are reported before missing ones."""
-    from llava_ds.config.parsing import read_training_flags  # takes most of a second
+    from llava_ds.config.parsing import read_training_flags  # the import takes most of a second
 
     try:
         read_training_flags(argv)
@@ -29,7 +29,7 @@ def _refuse_impossible(problems: FlagProblems) -> None:
     If no further flag would help, only that reason is reported; a parallel axis that the model refuses is reported
     first, followed by problems.
 
-    problems: of the command line alone, without its model.
+    problems: the command line's own, found without the model.
     """
     # These imports take seconds, so they run only once something is wrong.
     from llava_ds.engine.ds_config.parallel import check_model
@@ -43,7 +43,7 @@ def _refuse_impossible(problems: FlagProblems) -> None:
     try:
         folder = read_folder(path, args.model.model_base)
     except (DataError, OSError):
-        return  # training reports it once the flags are right
+        return  # training reports it when the flags are right
     if lines := _never(args, folder):
         raise ConfigError("\n".join(lines))
     try:
@@ -53,7 +53,7 @@ def _refuse_impossible(problems: FlagProblems) -> None:
 
 
 def _never(args: "Arguments", folder: "ModelFolder") -> list[str]:
-    """Return the model's own reasons to refuse the flags, without the extensions that the flags select."""
+    """Return the model's own reasons to refuse the flags, ignoring the extensions that the flags select."""
     from llava_ds.extensions.active import active
 
     if folder.architecture is not None:

@@ -14,11 +14,7 @@ from llava_ds.train.session import Session
 
 
 def log_lag_steps(args: Arguments, ranks: Ranks) -> int:
-    """Return by how many steps the log lags the run between saves.
-
-    On a GPU a step's numbers are read when the next step is queued, so that the GPU never waits; but not if they may
-    rewind the run.
-    """
+    """Return the number of steps by which the log lags the run between saves."""
     return int(ranks.device.type == "cuda" and not args.rewinds)
 
 
@@ -85,7 +81,7 @@ class Health(Hook):
             watch.add(end.read)
             if watch.problem is not None:
                 end.problems.append(watch.problem)
-        # Skipped steps changed no weights: the last checkpoint already has them.
+        # The last checkpoint has them already: skipped steps changed no weights.
         end.at_checkpoint = self.skipped_steps.problem is not None
         # Keep older checkpoints until a step changes the weights again.
         end.keeps_all = self.skipped_steps.in_a_row > 0
@@ -93,7 +89,7 @@ class Health(Hook):
     def close(self) -> None:
         if self.session.ranks.is_first:
             for watch in (self.skipped, self.skipped_steps):
-                watch.log.write([])  # lines held back while the disk was full
+                watch.log.write([])  # write lines held back while the disk was full
 
 
 class Save(Hook):

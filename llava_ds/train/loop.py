@@ -60,7 +60,7 @@ def run_steps(
     """Run optimizer steps until num_steps or until state.stops or state.is_over. Never waits for the device.
 
     after_step is called after every step on every rank and returns the seconds that don't belong to the step. A step's
-    time starts at the end of the previous one, so that work still queued on the device is counted once.
+    time starts at the end of the previous step, so that work still queued on the device is counted once.
     """
     engine = runner.engine
     engine.train()
@@ -68,7 +68,7 @@ def run_steps(
     while state.step < num_steps and not (state.stops or state.is_over):
         window = next(windows)  # this rank's micro-batches of one optimizer step
         lr = [group["lr"] for group in engine.optimizer.param_groups]
-        # An image may break after it was checked, so count the samples that the ranks really have.
+        # An image may break after its check, so count the samples that the ranks really have.
         counts = sum_over(mesh.data_group, _on_device(window.counts, engine.device))
         with queuing():
             passes = [micro_steps(runner, window, counts, objective) for _ in range(window.passes)]
@@ -113,12 +113,12 @@ def micro_steps(runner: Runner, window: Window, counts: torch.Tensor, objective:
     done = runner.train(window.batches, objective.forward, loss_of)
     if not runner.every_rank_sees:
         check_metrics(objective, done)
-    if not done:  # another rank has the results
+    if not done:  # None: another rank has the results
         done = [unseen(objective, runner.engine.device)] * len(scales)
     by_source = runner.agree(torch.stack([micro.by_source for micro in done]))  # (micro-batches, 2, sources)
     losses, units = by_source.sum(2).unbind(1)  # the objective's losses, summed in float64
     factors = torch.stack(scales)
-    # The log divides by the step's units again.
+    # Undo here, because the log divides by the step's units again.
     weights = units * factors * objective.num_units(counts) / objective.grad_ranks
     return StepSums(
         loss=losses.dot(factors) / objective.grad_ranks,
@@ -133,7 +133,7 @@ def micro_steps(runner: Runner, window: Window, counts: torch.Tensor, objective:
 
 
 def average_passes(passes: list[StepSums]) -> StepSums:
-    """Average several passes over one window."""
+    """Average several passes over a window."""
     number = len(passes)
     return StepSums(
         loss=sum(each.loss for each in passes) / number,

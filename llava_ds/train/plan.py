@@ -49,12 +49,12 @@ from llava_ds.tiny import default as tiny
 from llava_ds.tracking.flops import ModelFlops, model_flops
 from llava_ds.train.start import Start
 
-FEW_STEPS = 40  # with fewer a run has hardly left its warm-up
+FEW_STEPS = 40  # with fewer steps a run has hardly left its warm-up
 
 
 @dataclass(frozen=True)
 class EvalSets:
-    """Data sets that are not trained on. eval_set: measures the eval loss, None without one; own: data sets of
+    """Data sets besides the training set. eval_set: measures the eval loss, None without one; own: data sets of
     extensions, by extension name."""
 
     eval_set: EncodedDataset | None
@@ -123,7 +123,7 @@ class Plan:
         ]
 
     def _few_steps(self) -> list[str]:
-        """A warning if the epochs give too few steps to learn from, as with a few dozen samples."""
+        """Return a warning if the epochs give too few steps to learn from, as with a few dozen samples."""
         training, steps = self.args.training, self.steps
         if training.max_steps > 0 or steps.num_steps >= FEW_STEPS:
             return []
@@ -186,14 +186,14 @@ def make_plan(start: Start) -> Plan:
     )
     flops = model_flops(model.text_config, model.tower, args.model)
     resolved, steps, evals = _plan_steps(start, args, resolve, model, images, flops)
-    # The Adam filled in depends on whether a machine has a compiler.
+    # The choice of Adam depends on whether a machine has a compiler.
     same = {"the resolved optimizer": resolved.config.get("optimizer")}
     check_same(same, ranks, 'write "torch_adam" into optimizer.params, or install the same compilers on every machine')
     resume, lines = _plan_resume(resolved, steps.dataset, ranks)
     args = resolved.args
     export = ExportPlan(model, args.model, images, resolved.dtype, args.data.model_max_length, form, max_shard_bytes)
     plan = Plan(args, resolved, model, images, flops, steps, evals, resume, export, own)
-    if not args.training.dry_run:  # which prints them below its verdict
+    if not args.training.dry_run:  # the dry run prints them below its verdict
         print_details(*plan.details())
         print_first(*plan.describe())
     print_first(*lines)
@@ -205,12 +205,12 @@ def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     model = plan_model(args.model, args.data.model_max_length, args.traits.scores)
     if model.architecture is not None and (lines := model.architecture.expert_problems(args)):  # also from the JSON
         raise ConfigError("\n".join(lines))
-    if lines := clashes(features(args)):  # includes flags from the JSON and from the model's folder
+    if lines := clashes(features(args)):  # includes flags from the JSON and the model's folder
         raise ConfigError("\n".join(lines))
     check_model(args, model.text_config)
     print_first(*model.notes)
     if args.ranks_per_token > 1:
-        model = dataclasses.replace(model, whole_last_layer="the ranks that share a sample do so evenly")
+        model = dataclasses.replace(model, whole_last_layer="ranks that share a sample share it evenly")
     if note := length_note(model.text_config, args.data.model_max_length):
         print_first(note)
     refuse_unfit_tokenizer(args.model, model.tokenizer)

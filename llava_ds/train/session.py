@@ -87,7 +87,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     ranks, mesh = started.ranks, started.mesh
     _prepare_output(plan, ranks)
     training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
-    seed_everything(training.seed)  # also Python's and numpy's generators: checkpoints contain them
+    seed_everything(training.seed)  # also seeds Python's and numpy's generators, because checkpoints contain them
     parts = plan.active.parts(plan, started)
     model, engine, checkpointed, measures = _build_engine(plan, started, parts)
     plain = SFT(training.loss_reduction, len(plan.steps.dataset.sources), grad_ranks=mesh.grad_ranks)
@@ -207,7 +207,7 @@ def _build_engine(
     model = build_model(model_plan, args.model, resolved.config, resolved.dtype, seed, ranks, mesh)
     computed = text_config, ranks.device, resolved.compute_dtype
     own = [] if plan.model.architecture is None else plan.model.architecture.layer_notes(*computed)
-    say = print_details if ranks.device.type == "cpu" else print_first  # on a GPU a slow kernel should be seen
+    say = print_details if ranks.device.type == "cpu" else print_first  # on a GPU, make a slow kernel visible
     say(attention_report(*computed), *own)
     print_details(plan.model.last_layer_note())
     print_first(*plan.active.kernels(model, plan.model, resolved, ranks))

@@ -35,7 +35,7 @@ class Start(NamedTuple):
 
 def name_sources(argv: list[str], message: str) -> str:
     """Add a line to the message for every flag in it whose value comes from a recipe or the DeepSpeed JSON."""
-    with contextlib.suppress(ConfigError):  # the message reports that error already
+    with contextlib.suppress(ConfigError):  # reported with that message already
         args, _ = read_training_flags(argv)
         sources = recipe_values(argv, tiny_defaults(argv, RECIPES))
         path = args.training.deepspeed_config
@@ -55,7 +55,7 @@ def _lay_out(args: Arguments, ranks: Ranks) -> Mesh:
     if local_ranks() % number:
         print_first(
             f"the {number} ranks that share layers ({' x '.join(together)}) do not divide the {local_ranks()} ranks "
-            "per machine: layers will send tokens between machines, and training will be slow"
+            "per machine: layers will exchange tokens between machines, and training will be slow"
         )
     return mesh
 

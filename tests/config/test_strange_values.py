@@ -71,7 +71,7 @@ def test_other_commands_refuse_them_too(tmp_path):
 
 @pytest.mark.parametrize("text", ["x\ud800y", "\udfff", "a/\ud83d"])
 def test_half_of_a_character_is_in_no_name(text):
-    assert path_problem(text) == f"{text}: a name in it has half of a character, not possible in names of files"
+    assert path_problem(text) == f"{text}: a name in it has half a character, invalid in file names"
 
 
 def test_data_may_have_any_name(tmp_path):

@@ -139,7 +139,7 @@ def test_damaged_checkpoints_and_other_base_models_are_refused(runs, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     checkpoint = tmp_path / "run" / "checkpoint-2"
     other = toys.write_base(tmp_path / "other", hidden_size=64)["model_name_or_path"]
-    with pytest.raises(ConfigError, match="is not the model that this was trained from"):
+    with pytest.raises(ConfigError, match="is not the model that training started from"):
         run_script("export.py", checkpoint, "--model_name_or_path", other)
     with pytest.raises(ConfigError, match="not found: give its new path"):
         run_script("export.py", checkpoint, "--vision_tower", tmp_path / "nowhere")

@@ -39,7 +39,7 @@ def test_an_adapter_that_a_run_began_with_has_its_own_settings_and_a_base(tmp_pa
     saved = {"model_name_or_path": folder_digest(adapter), "model_base": folder_digest(base), "vision_tower": None}
     _check_bases(run, saved)
     (base / "config.json").write_text('{"hidden_size": 1}')
-    with pytest.raises(ConfigError, match=r"--model_base .* is not the model that this was trained from"):
+    with pytest.raises(ConfigError, match=r"--model_base .* is not the model that training started from"):
         _check_bases(run, saved)
 
 
@@ -54,7 +54,7 @@ def test_the_projector_that_a_run_began_with_is_compared_and_may_have_moved(tmp_
     saved["pretrain_mm_mlp_adapter"] = sha256(first)
     run = run_with(model_name_or_path=str(base), pretrain_mm_mlp_adapter=str(first))
     _check_bases(run, saved)
-    with pytest.raises(ConfigError, match=r"other\.bin is not the projector that this was trained from: give that one"):
+    with pytest.raises(ConfigError, match=r"other\.bin is not the projector that training started from: give that one"):
         _check_bases(run.replaced(pretrain_mm_mlp_adapter=str(other)), saved)
     first.rename(tmp_path / "moved.bin")
     with pytest.raises(ConfigError, match=r"first\.bin not found: give its new path"):

@@ -129,7 +129,7 @@ def test_what_is_no_whole_llava_is_refused(trained, tmp_path):
     ):
         convert(described[2].model_name_or_path, "--output_dir", tmp_path / "no")
     export(*described, tmp_path / "hf")
-    with pytest.raises(ConfigError, match="--vision_tower is missing: LLaVA's format names the tower"):
+    with pytest.raises(ConfigError, match="--vision_tower is missing: LLaVA's loader needs the tower's name"):
         convert(tmp_path / "hf", "--format", "llava", "--output_dir", tmp_path / "no")
     with pytest.raises(ConfigError, match="--model_name_or_path needs a checkpoint"):
         convert(tmp_path / "hf", "--model_name_or_path", tower)

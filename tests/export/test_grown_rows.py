@@ -145,7 +145,7 @@ def test_tokens_that_llavas_format_would_lose_are_refused(tmp_path):
     assert settings(tmp_path / "back")["vocab_size"] == 403
     toys.add_plain_tokens(folder, "<drop>")
     with pytest.raises(
-        ConfigError, match=r"llava_tokenizer, but 1 tokens of .* are missing there \(the first is '<drop>'\): keep"
+        ConfigError, match=r"llava_tokenizer, but 1 tokens of .* are missing there \(such as '<drop>'\): keep"
     ):
         convert(folder, *there, "--resize_token_embeddings", "--output_dir", tmp_path / "lost")
     args = arguments({"model_name_or_path": str(folder), "resize_token_embeddings": True})

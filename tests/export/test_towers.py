@@ -33,7 +33,7 @@ CASES = {
     "internvit, class token": (
         "internvl_vision", {"mm_vision_select_feature": "cls_patch"}, None, "no class for a internvl_vision",
     ),
-    "registers": ("dinov2_with_registers", {}, "take the registers of a dinov2_with_registers", "no class for a dino"),
+    "registers": ("dinov2_with_registers", {}, "treat the registers of a dinov2_with_registers", "no class for a dino"),
     "dinov3": (
         "dinov3_vit", {"mm_projector_type": "mlp2x_gelu_ps3"}, "no class with --mm_projector_type mlp2x_gelu_ps3",
         "no --mm_projector_type mlp2x_gelu_ps3",

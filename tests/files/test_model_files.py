@@ -107,7 +107,7 @@ def test_links_inside_a_folder_are_followed_and_blobs_are_of_a_snapshot_only(tmp
     [
         ("[]", "it is no JSON object"),
         ("null", "it is no JSON object"),
-        ('{"a": NaN}', "NaN, not a number"),
+        ('{"a": NaN}', "it is NaN, expected a number"),
         ('{"a": ' + "[" * 65 + "]" * 65 + "}", "nested deeper than 64"),
         ('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "nested deeper than 64"),
         ('{"a": "\\ud800"}', "half a character"),

@@ -42,7 +42,7 @@ def test_a_folder_that_not_all_ranks_share(monkeypatch, tmp_path):
     monkeypatch.setattr(distributed, "gather", lambda value, ranks: [value, True, False, False])
     folder = tmp_path / "out"
     with pytest.raises(
-        ConfigError, match=r"--output_dir .*out: ranks 2-3 of 4 do not see there a file that rank 0 wrote"
+        ConfigError, match=r"--output_dir .*out: ranks 2-3 of 4 do not see a file that rank 0 wrote there"
     ):
         check_shared_folder(folder, "--output_dir", FOUR, wait_s=0)
     monkeypatch.setattr(distributed, "gather", lambda value, ranks: [value] * 4)

@@ -38,7 +38,7 @@ def test_the_terminal_says_what_was_answered_and_what_expected():
     assert lines[0] == "1 of 4 wrong answers, the most confident first:" and len(lines) == 3
     assert lines[1].split() == ["90.5", "%", '"answer', '1",', "expected", '"b', "/", 'a"']
     assert lines[2].strip() == "What is 1?  (id q1, k, /d/1.png)"
-    assert mistake_lines(ROWS[:1], "accuracy", 3) == ["no answer is wrong"]
+    assert mistake_lines(ROWS[:1], "accuracy", 3) == ["all answers are right"]
     assert mistake_lines(ROWS, "accuracy", 0) == ["3 wrong answers: --show_wrong 10 shows some"]
     assert mistake_lines(ROWS, "cider", 0) == []
 

@@ -101,10 +101,7 @@ def letter_alone(answer: str, letter: str) -> bool:
 
 
 def first_yes_or_no(answer: str) -> str | None:
-    """Return yes or no if it is in an answer's first four characters, in any case; else None.
-
-    Source: MME (arXiv 2306.13394), calculation.py.
-    """
+    """Return yes or no if an answer's first four characters contain it, in any case; else None."""
     return next((word for word in ("yes", "no") if word in answer.lower()[:4]), None)
 
 
@@ -130,7 +127,7 @@ def mmmu_letter(answer: str, options: dict[str, str]) -> str | None:
     ]
     for is_named, place in ways:
         if named := list(filter(is_named, options)):
-            return max(named, key=place)  # the first of several at one place
+            return max(named, key=place)  # the first one among several at the same place
     return None
 
 
@@ -143,7 +140,7 @@ _MMMU_NUMBERS = (
 
 
 def mmmu_open_match(answer: str, references: list[str]) -> bool:
-    """True if a result in the answer contains a reference, or one of its numbers equals one to two decimals.
+    """True if a result in the answer contains a reference, or equals one as a number rounded to two decimals.
 
     Source: MMMU (arXiv 2311.16502), eval_utils.py.
     """
@@ -185,7 +182,7 @@ def _mmmu_values(text: str) -> list[str | float]:
 
 
 def mathvista_extraction(answer: str, reference: dict) -> str | None:
-    """Return the part of an answer to compare; None if the official code would use a language model to find it.
+    """Return the part of an answer to compare; None if the official code needs a language model to find it.
 
     Accepts an option's text or letter, a lone integer, float or list, and the text after "The answer is".
     Source: MathVista (arXiv 2310.02255), extract_answer.py with --quick_extract. A lone letter or list is used

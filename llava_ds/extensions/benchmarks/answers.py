@@ -73,7 +73,7 @@ def open_store(output: str, identity: dict[str, object], inputs: Iterable[str], 
 
     attempt = broadcast_from_first(ranks, begin)
     if ranks.local_rank == 0 and _json(store.partial / IDENTITY) != store.identity:
-        shutil.rmtree(store.partial, ignore_errors=True)  # on a machine that doesn't share rank 0's disk
+        shutil.rmtree(store.partial, ignore_errors=True)  # on a machine without rank 0's disk
         _begin_parts(store)
     barrier(ranks)
     return store, attempt
@@ -155,7 +155,7 @@ class Part:
         if self.path is None:
             return
         if self.file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)  # on a machine that doesn't share rank 0's disk
+            self.path.parent.mkdir(parents=True, exist_ok=True)  # on a machine without rank 0's disk
             self.file = self.path.open("w", encoding="utf-8")
         rows = [json.dumps({"number": n, **asdict(each)}, ensure_ascii=False) + "\n" for n, each in answers.items()]
         self.file.write("".join(rows))
@@ -190,7 +190,7 @@ def _rows(file: Path, is_ours: Callable[[dict], bool]) -> list[dict]:
             if is_ours(row := json.loads(line)):
                 rows.append(row)
     if damaged := len(lines) - len(rows):
-        print_first(f"{file}: {damaged:,} of {len(lines):,} lines are damaged; their questions are asked again")
+        print_first(f"{file}: {damaged:,} of {len(lines):,} lines are damaged; their questions will be answered again")
     return rows
 
 

@@ -32,7 +32,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def identity_of(model_path: str, options: EngineOptions, **asked: object) -> dict[str, object]:
-    """Return everything that must match for stored answers to be reused. asked: the questions and how they are asked.
+    """Return everything that must match for stored answers to be reused. asked: the questions, and how they are put.
 
     Checkpoints are compared by content, other models also by path. Raises ConfigError if one doesn't exist.
     """
@@ -49,9 +49,8 @@ def identity_of(model_path: str, options: EngineOptions, **asked: object) -> dic
 
 
 def _folders_in(model_path: str) -> dict[str, str]:
-    """Return the local folders that a model's settings name, keyed by the flag that moves them: the base of an adapter,
-    and a tower that the model doesn't include.
-    """
+    """Return the local folders that a model's settings name, by the flag for a new path: an adapter's base, and a tower
+    that the model doesn't include."""
     found = {}
     for name, file, key in NAMED_FOLDERS:
         path = Path(model_path).expanduser() / file

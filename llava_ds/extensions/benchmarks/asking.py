@@ -15,9 +15,9 @@ Answering = Callable[[list[Question], list[int]], list[Answer]]
 def plan_batches(loaded: LoadedModel, questions: list[Question], batch_size: int, ranks: Ranks) -> list[list[int]]:
     """Group question numbers into batches of similar length, longest first.
 
-    Batches are the same for any number of ranks. A batch is always run as a whole: other neighbours would change
-    rounding, and that can change a word. Longest first, so a batch that is too large fails at once. Raises DataError
-    for a question that can't be encoded.
+    Batches are the same for any number of ranks. A batch is always run as a whole, because other neighbours change
+    rounding, and so may change a word. Longest first, so a batch that is too large fails at once. Raises DataError for
+    a question that can't be encoded.
     """
     own = [_length(loaded, question) for question in questions[ranks.rank :: ranks.world_size]]
     shares = gather(own, ranks)
@@ -67,7 +67,7 @@ def ask_each(
     keep: Callable[[dict[int, Answer]], None],
     progress: str,
 ) -> None:
-    """Pass the answers to each batch of question numbers to keep."""
+    """Answer question numbers in batches, and pass each batch's answers to keep."""
     with progress_bar(total=sum(map(len, batches)), desc=progress, unit="question") as bar:
         for batch in batches:
             keep(dict(zip(batch, answers_to(batch), strict=True)))

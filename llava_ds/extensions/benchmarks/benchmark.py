@@ -27,7 +27,7 @@ ANSWER = "answer|answers|label"
 QUESTION = "question|query"
 IDS = ("questionId", "question_id", "index", "id", "pid")
 IMAGES = ("decoded_image", "image", "image_path", "imgname", "image_local_name", "img_path")
-ASKED = "text"  # in LLaVA's question files, the whole prompt
+ASKED = "text"  # the whole prompt, in LLaVA's question files
 LLAVA_KEYS = ("question_id", "image", ASKED)
 
 Options = dict[str, str]  # texts by letter

@@ -29,9 +29,9 @@ from llava_ds.extensions.benchmarks.benchmark_files import (
 )
 from llava_ds.files.reading import sha256
 
-SPOOL_VERSION = 1  # raise it if the same file would be spooled differently
+SPOOL_VERSION = 1  # raise it when the same file would be spooled differently
 IMAGE_COLUMNS = ("decoded_image", "image", *(f"image_{number}" for number in range(1, 8)))
-LONGEST_INDEX = 64  # characters of an image cell that may refer to another row's image
+LONGEST_INDEX = 64  # maximum characters of an image cell that refers to another row's image
 SAVED = "state.json"  # save_to_disk writes it, or a dataset_dict.json
 
 

@@ -219,7 +219,7 @@ def _mathvista_reference(record: dict, options: Options) -> dict[str, object]:
 
 
 def _precision(record: dict) -> int:
-    """Decimals of the answer: from the record, else from the answer itself."""
+    """Return the number of decimals of the answer: from the record, else from the answer itself."""
     try:
         return int(float(record.get("precision") or len(str(record["answer"]).partition(".")[2])))
     except ValueError:

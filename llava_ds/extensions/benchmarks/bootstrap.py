@@ -8,7 +8,7 @@ import numpy as np
 from llava_ds.extensions.benchmarks.scores import Scored
 
 OVERALL = "overall"
-NORMAL = 1.96  # standard deviations that 95 % of a normal distribution lie within
+NORMAL = 1.96  # standard deviations on each side that contain 95 % of a normal distribution
 COVERED = (2.5, 97.5)  # percentiles of the resampled scores: a 95 % interval
 
 
@@ -24,8 +24,8 @@ class Estimate:
 def estimates(scored: Scored, resamples: int, seed: int) -> dict[str, dict[str, Estimate]]:
     """Estimate each metric per question kind, and over all units as "overall", the last key. resamples: 1 or more.
 
-    A share of right answers has Wilson's interval (1927): 20 right of 20 are no certainty. Other metrics have a
-    percentile bootstrap (Efron 1979) over units, deterministic for a seed.
+    A share of right answers has Wilson's interval (1927), because 20 right of 20 don't mean certainty. Other metrics
+    have a percentile bootstrap (Efron 1979) over units, deterministic for a seed.
     """
     result, first = {}, next(iter(scored.metrics))
     for kind, chosen in units_of(scored).items():

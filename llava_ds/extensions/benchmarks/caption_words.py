@@ -7,7 +7,7 @@ for the text in captions; docs/benchmarks.md lists the differences.
 import re
 
 DROPPED = {"''", "'", "``", "`", ".", "?", "!", ",", ":", "-", "--", "...", ";"}
-# The official code drops their names only in upper case, by an oversight: in lower case they are words.
+# The official code drops these names only in upper case, by mistake; in lower case they count as words.
 BRACKETS = {"(": "-lrb-", ")": "-rrb-", "[": "-lsb-", "]": "-rsb-", "{": "-lcb-", "}": "-rcb-"}
 PARTED = {
     "cannot": "can not", "gonna": "gon na", "gotta": "got ta", "wanna": "wan na", "lemme": "lem me", "gimme": "gim me",

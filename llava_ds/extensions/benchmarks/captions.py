@@ -7,12 +7,12 @@ references of the same image.
 import math
 from collections import Counter
 
-LONGEST = 4  # words of an n-gram
-SIGMA = 6.0  # of the penalty for a length that differs from the reference's
+LONGEST = 4  # longest n-gram, in words
+SIGMA = 6.0  # width of the penalty for a length that differs from the reference's
 BETA = 1.2  # weight of recall against precision in ROUGE-L
 
 NGram = tuple[str, ...]
-Vector = tuple[list[dict[NGram, float]], list[float], int]  # weights and norm per length of n-gram, number of pairs
+Vector = tuple[list[dict[NGram, float]], list[float], int]  # by length of n-gram: weights, norm, and number of pairs
 
 
 def cider(captions: list[list[str]], references: list[list[list[str]]]) -> list[float]:

@@ -219,7 +219,7 @@ class EvalTasks(Measure):
     def _texts(self, task: EvalTask, numbers: range) -> list[str]:
         rules = DrawRules(1, task.max_new_tokens, self._positions, self._ends, self._images, top_k=1)
         samples = [self._sample(task.questions[number], rules) for number in numbers]
-        # Only the most probable token is left, so the random number doesn't matter.
+        # Only the most probable token is left, so any random number will do.
         drawn = draw_answers(self._twin, samples, [np.zeros((1, task.max_new_tokens))] * len(samples), rules)
         return [self._tokenizer.decode(answer.ids, skip_special_tokens=True).strip() for [answer] in drawn]
 

@@ -37,7 +37,7 @@ class Flags(ExtensionFlags):
     def needs(self) -> Mapping[str, str]:
         """Return the properties that a rank needs to answer alone."""
         whole = ("whole_matrices", "whole_layers", "whole_sample", "plain_weights")
-        return dict.fromkeys(whole, "each answers alone") | {"dense_mlps": "it is not tested with these experts"}
+        return dict.fromkeys(whole, "each answers alone") | {"dense_mlps": "it is untested with these experts"}
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """Yield a line for a model that doesn't generate text."""

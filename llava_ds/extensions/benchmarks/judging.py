@@ -69,7 +69,7 @@ class Preferring:
         pairs = [[question.reference, question.more["rejected"]] for question in questions]
         scores = self.judge.scores([question.prompt for question in questions], pairs)
         return [
-            # The probability that the preferred answer is better, as in training on pairs.
+            # Probability that the preferred answer is better, as in training on pairs.
             Answer(pair[b > a], -math.log1p(math.exp(-abs(a - b))), 0)
             for pair, (a, b) in zip(pairs, scores)
         ]
@@ -102,7 +102,7 @@ class BestOfN:
         scores = self._judge.scores([question.prompt for question in questions], texts)
         answers = []
         for some, own, of in zip(drawn, texts, scores):
-            best = max(range(len(of)), key=of.__getitem__)  # the first if several are equal
+            best = max(range(len(of)), key=of.__getitem__)  # the first among equals
             answers.append(Answer(own[best], round(sum(some[best].log_probs), 4), len(some[best].ids)))
         return answers
 

@@ -20,7 +20,7 @@ from llava_ds.extensions.infer.generate import Prompt
 TURNS = ("together", "each")  # ask a record's questions after each other, or separately
 MIN_SAME_WORDS = 5  # smallest group, if no kinds are given
 MAX_GROUPS = 20
-METRICS_OF_SEVERAL = ("vqa", "caption")  # metrics with several reference answers
+METRICS_OF_SEVERAL = ("vqa", "caption")  # metrics that allow several reference answers
 LONGEST_NAME = 100  # characters of a question that may become a group's name
 
 
@@ -114,10 +114,10 @@ def _scoring(record: RawRecord, source: Source, metric: str) -> tuple[list[str] 
 
 def _questions_of(sample: Sample, scoring: tuple[list[str] | None, list[str]], given: Given) -> list[Question]:
     questions, (references, turn_kinds) = [], scoring
-    # An answer with weight 0 may be wrong, and a call is not text.
+    # Skip answers with weight 0, which may be wrong, and calls, which are not text.
     answered = [i for i, m in enumerate(sample.messages) if m.role == "gpt" and i > 0 and m.weight and not m.tool_calls]
     if given.turns == "each" and any(message.role == "tool" for message in sample.messages):
-        raise DataError("has tool results, but they mean nothing without their calls: leave --turns each out")
+        raise DataError("has tool results, but they mean nothing without their calls: leave out --turns each")
     of_its_own = len(sample.messages) - len(turn_kinds)  # a system message is not a turn
     for number, i in enumerate(answered, 1):
         # kinds of the question's turn and the answer's
@@ -146,7 +146,7 @@ def _prompt(sample: Sample, messages: tuple[Message, ...], media: tuple[Media, .
 
 
 def _by_itself(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return the last question without earlier turns; their images are moved before it."""
+    """Return the last question without earlier turns, preceded by their images."""
     *earlier, question = messages
     system = [message for message in earlier if message.role == "system"]
     marks = sum(message.text.count(IMAGE_TOKEN) for message in earlier)
@@ -155,7 +155,7 @@ def _by_itself(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def _grouped_by_words(questions: list[Question]) -> list[Question]:
-    """Return the questions with their own words as their kind, if many share the words."""
+    """If many questions share their words, return them with these words as their kind."""
     counts = Counter(question.asked for question in questions)
     groups = {
         words: " ".join(words.split())

@@ -31,7 +31,7 @@ CONTRACTIONS = {
     for word in _CONTRACTIONS.split()
     for match in re.finditer("'", word)
 }
-CONTRACTIONS["somebody'd"] = "somebodyd"  # reversed in the official table
+CONTRACTIONS["somebody'd"] = "somebodyd"  # the wrong way round in the official table
 
 _POINT = re.compile(r"\.(?!\d)")
 _THOUSANDS = re.compile(r"\d,\d")

@@ -7,7 +7,7 @@ from llava_ds.extensions.benchmarks.scores import Scored
 from llava_ds.runtime.ranks import printable
 from llava_ds.tracking.result import CONDITIONS
 
-FEW_QUESTIONS = 20  # with fewer a score says little
+FEW_QUESTIONS = 20  # below this number a score says little
 LONGEST_KIND = 32  # characters
 
 
@@ -55,8 +55,8 @@ def legend(columns: list[str], rows: list[dict], turns: str) -> list[str]:
     later = sum(row.get("turn", 1) > 1 for row in rows)
     if later and turns == "together":
         lines.append(
-            f"{later:,} of {len(rows):,} questions are later turns, asked with the true earlier answers before them, "
-            "and these may reveal theirs: --turns each asks every question separately"
+            f"{later:,} of {len(rows):,} questions are later turns, asked after the true earlier answers, which may "
+            "reveal theirs: --turns each asks every question separately"
         )
     return lines
 

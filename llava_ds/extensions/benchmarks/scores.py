@@ -33,7 +33,7 @@ from llava_ds.extensions.benchmarks.question import Question
 from llava_ds.files.python_function import function_of_file
 
 LEAST_IOU = 0.5  # minimum IoU of a correct box
-LEAST_REFERENCES = 4  # for VQA accuracy: with fewer, no answer could get the full score
+LEAST_REFERENCES = 4  # minimum for VQA accuracy: with fewer answers, the full score is impossible
 
 Figures = Callable[[np.ndarray], np.ndarray]  # (..., C) means over units -> (...)
 
@@ -73,7 +73,7 @@ def preferred(questions: list[Question], answers: list[str]) -> Scored:
 
 
 def gqa_accuracy(questions: list[Question], answers: list[str]) -> Scored:
-    """Compare exactly, with answers in the form that LLaVA submits to GQA's evaluation."""
+    """Compare exactly, in the form in which LLaVA submits answers to GQA's evaluation."""
     right = [a.rstrip(".").lower() == q.reference for q, a in zip(questions, answers, strict=True)]
     return _per_question("accuracy", right, questions)
 

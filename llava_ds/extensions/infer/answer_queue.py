@@ -70,7 +70,7 @@ class AnswerQueue:
         self._generate, self._ends_on_failure, self._on_failure = generate, ends_on_failure, on_failure
         self._on_idle = on_idle
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self.closing = False  # no lock: it is set in a signal handler
+        self.closing = False  # without a lock, because a signal handler sets it
         self.failure: BaseException | None = None
         self.seconds_per_answer = 1.0  # moving average
         self._thread = threading.Thread(target=self._work, name="answers", daemon=True)

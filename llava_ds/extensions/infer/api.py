@@ -37,10 +37,10 @@ from llava_ds.extensions.infer.local_server import ADDRESS, listening, make_serv
 
 KEY_VARIABLE = "LLAVA_DS_API_KEY"
 MAX_BODY_BYTES = 16 << 20
-BODY_S = 30.0  # for a client to send its request
-# Of each body that is not counted towards pending_bytes: large requests don't block small ones.
+BODY_S = 30.0  # seconds for a client to send its request
+# Bytes of each body that don't count towards pending_bytes, so that large requests don't block small ones.
 SMALL_BODY_BYTES = 256 << 10
-ENDING_S = 10  # for open requests to be answered with an error, at shutdown
+ENDING_S = 10  # seconds at shutdown to answer open requests with an error
 
 
 def check_server_packages() -> None:
@@ -119,7 +119,7 @@ def most_chars(context_tokens: int, vocabulary: Iterable[str]) -> int | None:
 
 @dataclass
 class Service:
-    """The state shared by the endpoint's functions. uploads: a folder for images."""
+    """State shared by the endpoint's functions. uploads: a folder for images."""
 
     answers: AnswerQueue
     name: str
@@ -186,7 +186,7 @@ class Service:
         if most is not None and count > most:
             raise RequestError(
                 400,
-                f"the messages have {count:,} characters, and the model has positions for {most:,} at most: send less",
+                f"the messages have {count:,} characters, but the model has positions for {most:,} at most: send fewer",
                 param="messages",
                 code="context_length_exceeded",
             )
@@ -239,7 +239,7 @@ def build_app(service: Service):
 
     app.add_exception_handler(RequestError, refusal)
     app.add_exception_handler(HTTPException, unknown)
-    app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=499))  # nobody reads it
+    app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=499))  # nobody reads the response
     app.add_exception_handler(Exception, failed)
 
     @app.get("/health")

@@ -49,7 +49,7 @@ class Conversation:
         return Conversation((*self.messages, Message(role, text, keeps_spaces=keeps_spaces)), (*self.media, *shown))
 
     def with_answer(self, text: str) -> "Conversation":
-        """Add the answer to the last question, without image placeholders: they would be taken for images."""
+        """Add the answer to the last question, without image placeholders, which would count as images."""
         return Conversation((*self.messages, Message("gpt", text.replace(IMAGE_TOKEN, ""))), self.media)
 
     def record(self) -> dict[str, object]:
@@ -58,7 +58,7 @@ class Conversation:
         paths = [str(Path(media.refs[0].path).resolve()) for media in self.media]
         kinds = {media.kind for media in self.media}
         if len(kinds) > 1:
-            raise DataError("a record of LLaVA's JSON holds images or videos, and this conversation has both")
+            raise DataError("a record of LLaVA's JSON can have images or videos, but this conversation has both")
         if kinds:
             record[kinds.pop()] = paths
         texts = [(message.role, message.text.replace(LITERAL_IMAGE, f"\\{IMAGE_TOKEN}")) for message in self.messages]
@@ -110,7 +110,7 @@ def answer_for_rank_0(loaded: LoadedModel) -> None:
     while (request := _share(loaded.ranks, None)) is not None:
         if request == STILL_THERE:
             continue
-        with contextlib.suppress(DataError, ConfigError):  # rank 0 reports it
+        with contextlib.suppress(DataError, ConfigError):  # rank 0 reports the error
             stream(loaded, *request)
 
 
@@ -162,7 +162,7 @@ class Session:
 
 def speed_line(reply: Reply) -> str:
     """Return a line with an answer's length and speed."""
-    ends = {"marker": "", "length": "; cut: --max_new_tokens, or no position is left", "stopped": "; stopped"}
+    ends = {"marker": "", "length": "; cut off by --max_new_tokens, or no position is left", "stopped": "; stopped"}
     rate = f", then {reply.tokens_per_s:.1f} tokens/s" if reply.num_tokens > 1 else ""
     return (
         f"[prompt {reply.num_prompt_tokens:,} tokens, answer {reply.num_tokens:,}: first after {reply.first_s:.2f} s"
@@ -284,7 +284,7 @@ def _help(session: Session, rest: str) -> None:
 COMMANDS = {
     "/image": Command("PATH", "show an image, or several, with the next question", _add("image")),
     "/video": Command("PATH", "show a video with the next question", _add("video")),
-    "/history": Command("", "what was said and shown so far", _history),
+    "/history": Command("", "show the conversation so far", _history),
     "/reset": Command("", "begin a new conversation, without images", _reset),
     "/save": Command("PATH", "write the conversation as LLaVA's JSON", _save),
     "/help": Command("", "these commands", _help),

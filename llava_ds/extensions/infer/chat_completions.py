@@ -20,8 +20,8 @@ from llava_ds.extensions.infer.generate import Reply
 from llava_ds.extensions.infer.infer_flags import Sampling
 
 MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_STOP_CHARS = 1024, 1024, 16, 256
-MAX_FIELDS = 64  # of an object
-MAX_VALUES = 1 << 20  # in a body: each takes a hundred bytes of memory
+MAX_FIELDS = 64  # maximum number of an object's fields
+MAX_VALUES = 1 << 20  # maximum number of values in a body: each takes a hundred bytes of memory
 MIN_TEMPERATURE = 0.01  # smaller values overflow when scores are divided by them
 SHOWN_PROBLEMS, SHOWN_CHARS = 3, 200  # limits for messages about a request
 
@@ -172,7 +172,7 @@ def _parsed(body: bytes) -> _Body:
     except ValueError as error:
         raise RequestError(400, f"the body can't be read as JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise RequestError(400, "the body is no JSON object: expected one with model and messages")
+        raise RequestError(400, "the body is not a JSON object: expected one with model and messages")
     for name, allowed in ONLY.items():
         value = fields.pop(name, None)
         if value is not None and not any(value == one and type(value) in _kinds(one) for one in allowed):
@@ -250,7 +250,7 @@ def _conversation(messages: list[_Message], folder: Path, places: dict[str, str]
         texts = [part.text for part in message.content if isinstance(part, _Text)]
         if message.role == "user" and not images and not "".join(texts).strip():
             raise RequestError(400, f"{where} has no text and no image", param=where)
-        if message.role == "assistant":  # a model's own words: a placeholder in them is text
+        if message.role == "assistant":  # as the model's own words: a placeholder in them is text
             conversation = conversation.with_parts("gpt", [text.replace(IMAGE_TOKEN, "") for text in texts])
             continue
         parts = [

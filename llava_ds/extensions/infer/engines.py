@@ -22,8 +22,8 @@ from llava_ds.runtime.tf32 import allow_tf32
 from llava_ds.template_variables import set_variables
 
 NO_KERNELS = (
-    "DeepSpeed's kernels are not injected: its layers return tuples and keep their own cache, but transformers "
-    "5's language models don't support either"
+    "DeepSpeed's kernels are not injected: its layers return tuples and keep their own cache, and transformers 5's "
+    "language models support neither"
 )
 
 # Families that DeepSpeed 0.19 shards with transformers 5 without changing answers, by model_type. Not Phi-3: its
@@ -94,8 +94,8 @@ def _tensor_parallel(model: HFModel, ranks: Ranks, path: str) -> tuple[HFModel, 
     for parameter in engine.module.parameters():  # unsharded parameters, still mapped on the CPU
         if parameter.data_ptr() in mapped:
             parameter.data = parameter.data.clone()
-    notes = [f"deepspeed.init_inference: the language model is cut over {size} ranks" if size > 1 else
-             "deepspeed.init_inference, on one rank: nothing is cut"]  # fmt: skip
+    notes = [f"deepspeed.init_inference: the language model is sharded over {size} ranks" if size > 1 else
+             "deepspeed.init_inference, on one rank: nothing is sharded"]  # fmt: skip
     return engine.module, [*notes, NO_KERNELS]
 
 
@@ -104,7 +104,7 @@ def _check_shardable(decoder: nn.Module, size: int, path: str) -> None:
     config = decoder.config
     if config.model_type not in TENSOR_PARALLEL:
         raise ConfigError(
-            f"{path} can't be cut over ranks: its language model is a {config.model_type}, and DeepSpeed cuts "
+            f"{path} can't be sharded over ranks: its language model is a {config.model_type}, and DeepSpeed shards "
             f"{', '.join(TENSOR_PARALLEL)}: start one rank, or give --offload cpu"
         )
     names = ("num_attention_heads", "num_key_value_heads")
@@ -112,8 +112,8 @@ def _check_shardable(decoder: nn.Module, size: int, path: str) -> None:
     uneven = [f"{name} {count}" for name, count in counts.items() if count is not None and count % size]
     if uneven:
         raise ConfigError(
-            f"{path} can't be cut over {size} ranks: {', '.join(uneven)} can't be divided by it: start another number "
-            "of ranks"
+            f"{path} can't be sharded over {size} ranks: {', '.join(uneven)} can't be divided by it: start another "
+            "number of ranks"
         )
 
 

@@ -84,7 +84,7 @@ def open_model(
             yield found
     elif _is_transformers(path):
         if moved:
-            raise ConfigError(f"{', '.join(f'--{name}' for name in moved)}: {path} has all that it needs, leave it out")
+            raise ConfigError(f"{', '.join(f'--{name}' for name in moved)}: {path} is complete, leave it out")
         config, tokenizer = _settings(path, path)
         notes = ignored_files_of_folder(path, f"--model_path {path}", template=architecture_of(config) is not None)
         weights = partial(_in_memory, partial(WeightFiles, path))
@@ -125,11 +125,11 @@ def _read_folder(
     from llava_ds.export.from_folder import open_folder  # imports DeepSpeed as well
 
     if wrong := [f"--{name}" for name in CHECKPOINT_FLAGS if name in moved]:
-        raise ConfigError(f"{', '.join(wrong)} goes with a checkpoint, and {path} is none: leave it out")
+        raise ConfigError(f"{', '.join(wrong)} goes with a checkpoint, but {path} is not one: leave it out")
     given = moved if version is None else {**moved, "version": version}
     try:
         export, entries, lines = open_folder(path, given, None, "hf")
-    except (ConfigError, DataError) as error:  # it names the flag that training uses
+    except (ConfigError, DataError) as error:  # the error names the flag that training uses
         raise type(error)(str(error).replace(f"{FLAG} {path}", f"--model_path {path}")) from error
     return export, entries, tuple(lines)
 

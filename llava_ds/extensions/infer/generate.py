@@ -106,7 +106,7 @@ def greedy_answers(
             chosen = order[first : first + batch_size]
             samples = _on_all(loaded, lambda chosen=chosen: [encoded[i].decode(loaded.image_options) for i in chosen])
             logprobs = _GreedyLogprobs()
-            # Last, after the engine's processors, so that these are the scores the token is chosen from.
+            # Last, so that these are the scores after the engine's processors, from which the token is chosen.
             processors = LogitsProcessorList([*loaded.generating.get("logits_processor", ()), logprobs])
             new = loaded.model.generate(
                 **_batch(loaded, samples),

@@ -63,7 +63,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
             f"--{name}", *["--model-base"] * (name == "model_base"), type=given_path, metavar="PATH", help=text
         )
     parser.add_argument(
-        "--version", "--conv-mode", help="conversation template, where the folder does not say it (then: v1)"
+        "--version", "--conv-mode", help="conversation template, if the folder does not name one (default: v1)"
     )
     parser.add_argument(
         "--chat_template_kwargs",
@@ -75,7 +75,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--engine",
         choices=ENGINES,
         default="hf",
-        help="hf: transformers; deepspeed: init_inference, the language model cut over the ranks that deepspeed "
+        help="hf: transformers; deepspeed: init_inference, the language model sharded over the ranks that deepspeed "
         "--num_gpus starts (default: %(default)s)",
     )
     parser.add_argument(

@@ -104,7 +104,7 @@ def load_model(
     """
     with open_model(path, moved, version) as unloaded:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        # Weights that move to a GPU stay mapped: ranks that load together then need no copy each in CPU memory.
+        # Weights that move to a GPU stay mapped, so that ranks loading together need no copy each in CPU memory.
         model = fill_model(unloaded, unloaded.precision(dtype), maps or torch.device(device).type != "cpu").eval()
         model = model.to(device)
         return with_settings(model, unloaded, version)

@@ -22,7 +22,7 @@ ERROR = "error"  # title of an error message in the conversation
 # gradio's button to share an image on its own site; the policy below blocks it.
 STYLE = 'button[aria-label="Share"] { display: none !important }'
 
-# The browser contacts nobody else, whatever gradio's pages or the model's answers contain.
+# The browser may contact no other server, whatever gradio's pages or the model's answers contain.
 POLICY = (
     "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
     "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; form-action 'self'; base-uri 'self'"

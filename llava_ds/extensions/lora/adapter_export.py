@@ -77,7 +77,7 @@ def export_adapter(export: ExportPlan, model: LlavaModel, output_dir: Path, rank
 
 
 def _before(name: str, weight: torch.Tensor, export: ExportPlan, model: LlavaModel) -> torch.Tensor:
-    """Return a weight outside the adapter in its state before LoRA was initialised with a part of the weight."""
+    """Return a weight outside the adapter as it was before LoRA was initialised with a part of it."""
     scales = {target.name: target.scale(export.args) for target in layout_of(export).targets}
     layer = name.removesuffix(".base_layer.weight")
     if layer + lora.A not in lora.start_of(model):
@@ -126,10 +126,9 @@ def write_adapter(
     adapter_config.json and adapter_model.safetensors: LoRA, the biases that trained with it, and --modules_to_save;
     non_lora_trainables.bin: projector, newline, and the tower if it trained in full, under LLaVA's keys; config.json
     with LLaVA's fields. For an extension's architecture: peft's folder over transformers' class of the complete model,
-    with fully trained parts in its modules_to_save.
-    adapters, beside: the tensors of the first two files and of the third, by their names in the model; start: LoRA's
-    initial matrices, if they were a part of the weights: the adapter is then written for the unchanged weights. Source:
-    LLaVA's train.py (get_peft_state_maybe_zero_3 and its non_lora twin).
+    with fully trained parts in its modules_to_save. adapters, beside: tensors of the first two files and of the third,
+    by their names in the model; start: LoRA's initial matrices, if they were a part of the weights: the adapter is then
+    written for the unchanged weights. Source: LLaVA's train.py (get_peft_state_maybe_zero_3 and its non_lora twin).
     """
     layout, architecture = layout_of(export), export.model.architecture
     tensors = lora.over_unchanged_weights(adapters, start)
@@ -158,8 +157,8 @@ def write_adapter(
 def _write_config(export: ExportPlan, saved: list[str], doubles: bool, output_dir: Path) -> None:
     """Write adapter_config.json.
 
-    saved: modules that the adapter's file contains in full; doubles: True if LoRA's matrices have twice the rank they
-    trained with, at the same scale.
+    saved: modules that the adapter's file contains in full; doubles: True if LoRA's matrices have twice their trained
+    rank, at the same scale.
     """
     args = export.args
     more, bigger = (2, math.sqrt(2) if own(args).use_rslora else 2) if doubles else (1, 1)
@@ -180,7 +179,7 @@ def _write_config(export: ExportPlan, saved: list[str], doubles: bool, output_di
         **{key: value for key, value in patterns.items() if value},
     }
     if doubles:
-        written["init_lora_weights"] = True  # otherwise peft would subtract from the weights again
+        written["init_lora_weights"] = True  # else peft would subtract from the weights again
     (output_dir / lora.ADAPTER_CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
@@ -188,8 +187,8 @@ def _write_config(export: ExportPlan, saved: list[str], doubles: bool, output_di
 def compare_reloaded_adapter(output_dir: Path, export: ExportPlan, batch: Batch, logits: torch.Tensor) -> float:
     """Open the adapter with peft over fresh parts, and compare its logits with the trained model's.
 
-    Projector and tower come from the file in the adapter's folder. batch: a single sample; logits (T, V) of the trained
-    model at its positions or the first ones, computed within quantize.exact_products. With --bits the fresh model is
+    Projector and tower come from the file in the adapter's folder. batch: a single sample; logits (T, V): the trained
+    model's, at all or the first few positions, computed within quantize.exact_products. With --bits the fresh model is
     quantized in the same way. Returns and raises like compare_logits. Raises NotCompared if time or memory run out.
     """
     from peft import PeftModel
@@ -299,7 +298,7 @@ def attach(root: nn.Module, name: str, module: nn.Module) -> None:
 def _fresh_language_model(export: ExportPlan, dtype: torch.dtype) -> nn.Module:
     """Load the run's initial language model on the CPU, with transformers' attention."""
     plan, args = export.model, export.args
-    config = type(plan.text_config).from_dict(plan.text_config.to_dict())  # without training's choice of attention
+    config = type(plan.text_config).from_dict(plan.text_config.to_dict())  # without training's attention
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()

@@ -1,4 +1,4 @@
-"""A LoRA adapter's folder, read as the model that it makes of its base."""
+"""Read a LoRA adapter's folder as the model merged from adapter and base."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from llava_ds.model.open.weights import Over, Overlaid, Source, WeightFiles, Wei
 
 
 def open_adapter(path: str, model_base: str | None) -> ModelFolder:
-    """A LoRA adapter of LLaVA's or peft's, over the model that it was trained from."""
+    """Open a LoRA adapter, LLaVA's or peft's, over the model that it was trained on."""
     adapter = read_adapter(path)
     base_path = model_base or adapter.base
     if base_path is None or not Path(base_path).is_dir():
@@ -45,7 +45,7 @@ def open_adapter(path: str, model_base: str | None) -> ModelFolder:
             sources[part] = over if over is None else dataclasses.replace(over, changes=(merge,))
             continue
         changes = list(source.changes)
-        if over is not None:  # tensors stored next to the adapter are without LoRA; their layers may also have LoRA
+        if over is not None:  # tensors stored next to the adapter lack LoRA, though their layers may have it
             changes.append(Over(_overlay, over, is_tower=part == "vision_tower"))
         sources[part] = dataclasses.replace(source, changes=(*changes, merge))
     # The tower of a composed LLaVA is in its own folder, and the adapter may contain LoRA for it.
@@ -68,7 +68,7 @@ def open_adapter(path: str, model_base: str | None) -> ModelFolder:
 
 
 def _renames_of_adapter(base: ModelFolder, is_llava: bool) -> dict[str, Callable[[str], str | None]]:
-    """For each part, a function from names in an adapter's files, without peft's prefix, to the part's."""
+    """For each part, return a function that maps names in an adapter's files, without peft's prefix, to the part's."""
     renames: dict[str, Callable[[str], str | None]]
     if is_llava or base.projector is None or base.vision_config is None:
         from_llava = partial(formats.language_model_from_llava, trunk=trunk_name(base.text_config))
@@ -88,7 +88,7 @@ def _renames_of_adapter(base: ModelFolder, is_llava: bool) -> dict[str, Callable
 
 
 def _overlay(over: Source, below: Weights, is_tower: bool) -> Overlaid:
-    """LLaVA's files hold the whole tower, of which only the layers that run are used."""
+    """Overlay LLaVA's files: they hold the whole tower, but only the layers that run are used."""
     return Overlaid(below, over.open(below.shapes.__contains__) if is_tower else over.open())
 
 

@@ -17,7 +17,7 @@ from transformers.integrations.moe import _grouped_linear
 
 from llava_ds.extensions.lora.merged_adapters import by_matrix
 
-# peft 0.21 warns this about every pattern for such tensors, and still applies it.
+# peft 0.21 gives this warning for every pattern of such tensors, and still applies it.
 UNTRUE = "The following (rank|alpha)_pattern keys did not match any targeted module"
 ALIGNED = 8  # grouped matrix products on GPUs need ranks that are multiples of this
 

@@ -42,10 +42,9 @@ class Lora(Wrap):
         if own(args).lora_enable and path is not None and is_adapter(path):
             base = read_folder(path, args.model_base).base
             raise ConfigError(
-                f"--lora_enable True over {FLAG} {path}, but that is itself a LoRA adapter: no program opens an "
-                "adapter of an adapter. "
-                f"Continue it by --lora_weight_path {path} over {FLAG} {base}, or merge it with "
-                "run/export.py first"
+                f"--lora_enable True over {FLAG} {path}, but that is a LoRA adapter itself, and no program opens an "
+                f"adapter of an adapter. Continue training it with --lora_weight_path {path} over {FLAG} {base}, or "
+                "merge it with run/export.py first"
             )
 
     def planned(self, plan: ModelPlan, model: LlavaModel, args: ModelArguments) -> ModelPlan:

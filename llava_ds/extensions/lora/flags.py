@@ -25,7 +25,7 @@ CHANGE_BYTES = (
     "zero_quantized_nontrainable_weights",
     "stage3_use_all_reduce_for_fetch_params",
 )
-OF_PACKED = ("quant_type", "double_quant")  # flags of --bits 4
+OF_PACKED = ("quant_type", "double_quant")  # flags that --bits 4 reads
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Flags(ExtensionFlags):
     )
     lora_modules: str = _lora(
         "language",
-        "Parts whose linear layers get LoRA in place of training in full: any of language, vision and projector, "
+        "Parts whose linear layers get LoRA instead of training in full: any of language, vision and projector, "
         "separated by commas.",
     )
     lora_target_modules: str | None = _lora(
@@ -70,10 +70,10 @@ class Flags(ExtensionFlags):
     lora_alpha: Count = _lora(16, "LoRA's product is scaled by lora_alpha / lora_r.")
     lora_rank_pattern: str | None = _lora(
         None,
-        'Ranks of some layers in place of --lora_r, as JSON like {"down_proj": 8}: names of layers or regular '
+        'Ranks of some layers, instead of --lora_r, as JSON like {"down_proj": 8}: names of layers or regular '
         "expressions for their ends (peft's rank_pattern).",
     )
-    lora_alpha_pattern: str | None = _lora(None, "The same for --lora_alpha (peft's alpha_pattern).")
+    lora_alpha_pattern: str | None = _lora(None, "Likewise for --lora_alpha (peft's alpha_pattern).")
     use_rslora: bool = _lora(False, "Scale LoRA's product by lora_alpha / sqrt(lora_r) (rsLoRA).")
     use_dora: bool = _lora(
         False, "Train the length of each weight row separately; LoRA then only changes its direction (DoRA)."
@@ -96,8 +96,8 @@ class Flags(ExtensionFlags):
     )
     lora_weight_path: str | None = _lora_free(
         None,
-        "Folder of an adapter to start from (peft's or LLaVA's). Its non_lora_trainables.bin, if there is one, is the "
-        "projector; a ready model's connector and tower come from the adapter's own file, if they are in it.",
+        "Folder of an adapter to start from (peft's or LLaVA's). Its non_lora_trainables.bin, if present, is the "
+        "projector; a ready model's connector and tower come from the adapter's own file, if it has them.",
         path="folder",
     )
     bits: Literal[16, 8, 4] = _lora(
@@ -128,7 +128,7 @@ class Flags(ExtensionFlags):
             needs = {"whole_matrices": "packed ones can't be cut", **untried}
             yield f"--bits {self.bits}", needs, ("trained_layers", "plain_weights")
         if changes_base(self):
-            needs = {"one_model": "the start of one is saved"}
+            needs = {"one_model": "the start of a single model is saved"}
             yield f"--init_lora_weights {self.init_lora_weights}", needs, ()
 
     def projector_files(self) -> dict[str, str]:
@@ -164,8 +164,8 @@ class Flags(ExtensionFlags):
             return
         if self.bits == 8:
             yield (
-                "--bits 8 at stage 3: bitsandbytes keeps a hold of every whole 8-bit weight, so no memory would be "
-                "shared out: give --bits 4, or write stage 2"
+                "--bits 8 at stage 3: bitsandbytes keeps every whole 8-bit weight, so sharding would save no memory: "
+                "give --bits 4, or write stage 2"
             )
         for key in (key for key in CHANGE_BYTES if zero.get(key)):
             yield (
@@ -189,10 +189,10 @@ class Flags(ExtensionFlags):
                 yield f"--{flag} can't be used with --lora_enable: name the layers by --modules_to_save, like layers.31"
         if args.model.resize_token_embeddings:
             yield (
-                "--resize_token_embeddings True can't be used with --lora_enable: the adapter would open over no "
-                "folder, for none has its rows. Write a model with them first (run/export.py FOLDER "
-                "--resize_token_embeddings, or transformers' function of that name), and train LoRA over it, with the "
-                "new rows by --modules_to_save embed_tokens lm_head"
+                "--resize_token_embeddings True can't be used with --lora_enable: the adapter would fit no folder, "
+                "because none has its rows. Write a model with them first (run/export.py FOLDER "
+                "--resize_token_embeddings, or transformers' function of that name), and train LoRA over it, with "
+                "the new rows by --modules_to_save embed_tokens lm_head"
             )
 
     def _problems_of_enabling(self, args: "Arguments") -> Iterator[str]:
@@ -220,7 +220,7 @@ class Flags(ExtensionFlags):
                 "layers by name, use --lora_target_modules"
             )
         if args.model.unfreeze_mm_vision_tower and "vision_tower" in self.adapted_parts:
-            yield "--unfreeze_mm_vision_tower True and --lora_modules vision both say how the tower trains: give one"
+            yield "--unfreeze_mm_vision_tower True and --lora_modules vision both define how the tower trains: give one"
         for name in ("lora_rank_pattern", "lora_alpha_pattern"):
             if (problem := _pattern_problem(getattr(self, name))) is not None:
                 yield f"--{name} {in_short(getattr(self, name))}: {problem}"
@@ -232,8 +232,8 @@ class Flags(ExtensionFlags):
             )
         elif changes_base(self) and self.packs:
             yield (
-                f"--init_lora_weights {start} can't be used with --bits {self.bits}: packed weights can't lose a part "
-                "of themselves, give true"
+                f"--init_lora_weights {start} can't be used with --bits {self.bits}: nothing can be subtracted from "
+                "packed weights, give true"
             )
         if changes_base(self) and self.lora_weight_path is not None:
             yield (
@@ -246,12 +246,12 @@ class Flags(ExtensionFlags):
                 " one out"
             )
         if self.packs and (names := self._narrowing):
-            packed = "packs the language model's linear layers, for LoRA beside each"
+            packed = "packs the language model's linear layers, each with LoRA"
             yield f"--bits {self.bits} {packed}: leave out {names}"
 
     @property
     def _narrowing(self) -> str:
-        """The flags that leave linear layers of the language model without LoRA, as text."""
+        """Return the flags that leave linear layers of the language model without LoRA, as text."""
         if "language_model" not in self.adapted_parts:
             return f"--lora_modules {self.lora_modules}, or name language in it"
         return "" if self.lora_target_modules is None else "--lora_target_modules"

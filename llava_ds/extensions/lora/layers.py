@@ -40,9 +40,8 @@ PLAIN = {
     "use_qalora": (False, None), "lora_bias": (False, None), "trainable_token_indices": (None, []),
     "fan_in_fan_out": (False, None), "layer_replication": (None, []), "alora_invocation_tokens": (None, []),
 }  # fmt: skip
-# Linear layers outside experts that peft 0.21 takes for experts because of their names, by model_type: a mixture may
-# have
-# layers without experts. Source: its transformers_weight_conversion.py.
+# Linear layers outside experts that peft 0.21 treats as experts because of their names, by model_type: a mixture may
+# have layers without experts. Source: its transformers_weight_conversion.py.
 TAKEN_FOR_EXPERTS = {"qwen3_moe": (".gate_proj", ".up_proj", ".down_proj")}
 # The adapter settings that flags set, by flag; modules_to_save is compared by its tensors.
 OURS = {
@@ -163,7 +162,7 @@ def lora_layout(
         and not layout.is_saved(f"{name}.weight")
     }
     if "language_model" in layout.parts:
-        linear_names(model.language_model)  # raises if it has none
+        linear_names(model.language_model)  # raises without one
     outer = {name: layout.of_module(name) for name in linear}
     stacked = {name: layout.rename(name) for name in _stacked_names(model, layout)}
     wanted = _wanted(args, list(outer.values()), list(stacked.values()))
@@ -190,7 +189,7 @@ def lora_layout(
         named = next(word for word, name in LORA_PARTS.items() if name == part)
         raise ConfigError(
             f"--lora_modules {own(args).lora_modules}: no layer of {named} gets LoRA: leave it out, or name some of "
-            "its linear layers by --lora_target_modules"
+            "its linear layers with --lora_target_modules"
         )
     if changes_base(own(args)):
         for target in targets:
@@ -232,7 +231,8 @@ def _refuse_for_experts(args: ModelArguments, targets: list[Target], text_config
     """Raise ConfigError for options that peft lacks for expert tensors, and for layers that it takes for experts."""
     stacked = next((target.outer for target in targets if target.is_stacked), None)
     found = [
-        f"{flag}: {stacked} is a tensor of all experts of a layer, {why}, or leave experts out of --lora_target_modules"
+        f"{flag}: the tensor {stacked} holds all experts of a layer, {why}, or leave experts out of "
+        "--lora_target_modules"
         for flag, is_given, why in (
             (
                 f"--lora_dropout {own(args).lora_dropout}",
@@ -251,8 +251,8 @@ def _refuse_for_experts(args: ModelArguments, targets: list[Target], text_config
     taken = TAKEN_FOR_EXPERTS.get(text_config.model_type, ())
     if dense := next((t.outer for t in targets if not t.is_stacked and t.outer.endswith(taken)), None):
         found.append(
-            f"--lora_target_modules {own(args).lora_target_modules}: in a {text_config.model_type} peft takes {dense}, "
-            "a layer without experts, for experts when it opens the adapter: name other layers, like q_proj"
+            f"--lora_target_modules {own(args).lora_target_modules}: in a {text_config.model_type} peft treats "
+            f"{dense}, a layer without experts, as experts when it opens the adapter: name other layers, like q_proj"
         )
     if found:
         raise ConfigError("\n".join(found))
@@ -276,7 +276,7 @@ def _wanted(args: ModelArguments, outer: list[str], stacked: list[str]) -> set[s
     for word in given.split(","):
         named = {name for name in outer if name == word or name.endswith(f".{word}")}
         if not named:
-            raise ConfigError(f"--lora_target_modules: {word} is the end of no layer's name: {_some(outer)}")
+            raise ConfigError(f"--lora_target_modules: no layer's name ends in {word}: {_some(outer)}")
         found |= named
     return found
 
@@ -303,7 +303,7 @@ def _saved_modules(model: nn.Module, args: ModelArguments, layout: LoraLayout) -
     for word in words:
         named = [name for name, there in outer.items() if there == word or there.endswith(f".{word}")]
         if not named:
-            raise ConfigError(f"--modules_to_save: {word} is the end of no module's name: {_some(outer.values())}")
+            raise ConfigError(f"--modules_to_save: no module's name ends in {word}: {_some(outer.values())}")
         found += named
     saved = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
     llm = model.language_model
@@ -372,7 +372,7 @@ def add_lora(
     """
     dtype = model.language_model.get_input_embeddings().weight.dtype
     model.lora, model.lora_start = layout, {}
-    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU in float32
+    with torch.random.fork_rng(devices=[]):  # peft draws them on the CPU in float32
         torch.manual_seed(seed + 1)  # the projector uses the seed itself
         for target in layout.targets:
             if target.is_stacked:
@@ -413,7 +413,7 @@ def _gathered(weight: nn.Parameter, args: ModelArguments) -> contextlib.Abstract
     """Gather a partitioned weight for a variant that reads it; the first rank's changes are kept."""
     if not hasattr(weight, "ds_id") or not (changes_base(own(args)) or own(args).use_dora):
         return contextlib.nullcontext()
-    import deepspeed  # takes seconds, and is needed for partitioned parameters only
+    import deepspeed  # slow to import, and only partitioned parameters need it
 
     return deepspeed.zero.GatheredParameters([weight], modifier_rank=0 if changes_base(own(args)) else None)
 
@@ -460,7 +460,7 @@ def read_start(checkpoint: Path) -> dict[str, torch.Tensor]:
     file = checkpoint / START_FILE
     if not file.is_file():
         raise DataError(
-            f"{checkpoint} holds no {START_FILE}, without which LoRA's weights mean nothing: use another one"
+            f"{checkpoint} has no {START_FILE}, and LoRA's weights mean nothing without it: use another checkpoint"
         )
     return safe_load.load(file)
 
@@ -542,7 +542,7 @@ def adapter_problems(args: ModelArguments) -> list[str]:
         return [str(error)]
     kind = config.get("peft_type")
     if kind != "LORA":
-        return [f"{where} holds an adapter of kind {kind}: only LORA is supported"]
+        return [f"{where} has an adapter of type {kind}: only LORA is supported"]
     problems = []
     for ours, theirs in OURS.items():
         value, found = getattr(own(args), ours), config.get(theirs)

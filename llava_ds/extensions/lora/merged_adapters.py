@@ -17,7 +17,7 @@ from llava_ds.files.model_files import ADAPTER_CONFIG, ADAPTER_FILES, adapter_fi
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.weights import OpenedFile, WeightFiles, Weights
 
-PEFT_PREFIX = "base_model.model."  # before every name in peft's files, and in LLaVA's
+PEFT_PREFIX = "base_model.model."  # prefix of every name in peft's files, and in LLaVA's
 
 # Settings of peft with which a merged weight is not W + scale * B A.
 OTHER_KINDS = (
@@ -25,12 +25,12 @@ OTHER_KINDS = (
     "alora_invocation_tokens", "kasa_config", "arrow_config", "velora_config", "monteclora_config",
 )  # fmt: skip
 
-# Tensors of stacked matrices, in the order in which peft wraps their module for each that has LoRA.
+# Tensors of stacked matrices, in the order of peft's wrappers around their module, one per tensor with LoRA.
 STACKED = ("gate_up_proj", "down_proj")
 
 MAX_REPEATS = 3  # in a pattern of layer names
 MAX_PATTERN_CHARS = 500
-MAX_MATCHED_CHARS = 10**8  # names times patterns: twice a 405B with a pattern for every layer
+MAX_MATCHED_CHARS = 10**8  # maximum of names times patterns: twice a 405B with a pattern for every layer
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Adapter:
     parameters: frozenset[str] = frozenset()
 
     def changed_weight(self, layer: str) -> str:
-        """The weight that the matrices of a layer in the adapter's file change, by its name there."""
+        """Return the weight changed by a layer's matrices in the adapter's file, by its name there."""
         module = layer.removesuffix(".base_layer")
         own = [name for name in STACKED if self._targets(f"{module.removeprefix(PEFT_PREFIX)}.{name}")]
-        depth = 0 if module == layer else 1  # depth of wraps around the module: the last name's is the outermost
+        depth = 0 if module == layer else 1  # depth of wrappers around the module: the last name's is the outermost
         return f"{module}.{own[-1 - depth]}" if depth < len(own) else f"{layer}.weight"
 
     def _targets(self, name: str) -> bool:
@@ -99,7 +99,7 @@ def read_adapter(path: str | Path) -> Adapter:
             if not isinstance(name, str) or name.rpartition(".")[2] not in STACKED:
                 raise ValueError(f"target_parameters has {shown(name)}, expected names that end in {ends}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{where}: {ADAPTER_CONFIG} can't be read as settings of LoRA ({said_by(error)})") from error
+        raise ConfigError(f"{where}: {ADAPTER_CONFIG} is not a valid LoRA configuration ({said_by(error)})") from error
     if kind != "LORA":
         raise ConfigError(f"{where}: {ADAPTER_CONFIG} describes a {kind} adapter, expected LORA")
     if other := [name for name in OTHER_KINDS if config.get(name)]:
@@ -125,7 +125,7 @@ def _pattern(text: str) -> str:
 
 
 def _fits(names: pa.Array, pattern: str) -> pa.Array:
-    """A mask of the names that match a pattern of peft's, from a dot on. Raises ValueError for an invalid one."""
+    """Return a mask of the names that match peft's pattern after a dot. Raises ValueError for an invalid one."""
     return pa.compute.match_substring_regex(names, rf"^(.*\.)?({pattern})$")
 
 
@@ -217,7 +217,7 @@ class Merged:
 
 
 def _merged(weight: Callable[[], torch.Tensor], reads: list[Callable[[], torch.Tensor]], scale: float) -> torch.Tensor:
-    """Readers of W, and of A, B and perhaps magnitudes, to the merged weight."""
+    """Return readers that merge W with A, B and perhaps magnitudes."""
     a, b, *magnitude = (read() for read in reads)
     return merged_weight(weight(), [(a, b, scale)], *magnitude)
 

@@ -19,7 +19,7 @@ from llava_ds.extensions.lora.flags import Flags
 from llava_ds.model.open.loading import is_4bit, is_packed, scales_of
 
 BLOCK = 64  # weights per scale in 4 bits
-OUTLIERS = 6.0  # larger activations are not multiplied in 8 bits (LLM.int8(), LLaVA's setting)
+OUTLIERS = 6.0  # maximum activation multiplied in 8 bits (LLM.int8(), LLaVA's setting)
 
 
 def quantize_layers(language_model: nn.Module, names: list[str], flags: Flags, dtype: torch.dtype) -> None:
@@ -33,7 +33,7 @@ def quantize_layers(language_model: nn.Module, names: list[str], flags: Flags, d
         if flags.bits == 4:
             if linear.in_features * linear.out_features % 2:
                 raise ConfigError(
-                    f"--bits 4: {name} has {linear.in_features} x {linear.out_features} weights, and an odd number "
+                    f"--bits 4: {name} has {linear.in_features} x {linear.out_features} weights, but an odd number "
                     "can't be packed in pairs: train this model with --bits 16"
                 )
             layer = Linear4bit(
@@ -51,15 +51,11 @@ def quantize_layers(language_model: nn.Module, names: list[str], flags: Flags, d
         layer.pack = partial(pack, layer)
         layer.register_state_dict_post_hook(_without_statistics)
         setattr(language_model.get_submodule(parent), child, layer)
-    gc.collect()  # zero.Init's weights have reference cycles: their partitions would stay in memory
+    gc.collect()  # zero.Init's weights have reference cycles that would keep their partitions in memory
 
 
 def scale_bits(flags: Flags) -> float:
-    """Return the bits of scales per weight of --bits.
-
-    With double quantization a block of 4-bit weights has 8 bits, and 256 blocks 32 more. 8-bit weights have one scale
-    per row, which is not counted.
-    """
+    """Return the bits of scales per weight for --bits."""
     if flags.bits != 4:
         return 0
     return (8 + 32 / 256) / BLOCK if flags.double_quant else 32 / BLOCK

@@ -69,7 +69,7 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
     largest = text.largest_layer
     again = layer_bytes(largest, tokens, w, tiled) if batch.num_recomputed else 0  # the recomputed layer
     saved, head = saved_bytes(shape, batch, w), head_bytes(text, batch, w) if shape.is_last else 0
-    # A critic runs backward before the actor's loss does, while the actor keeps all its saved tensors.
+    # A critic runs backward before the actor's loss, while the actor keeps all its saved tensors.
     below = saved if shape.has_critic else saved - head
     at_the_loss = head + (saved - head) // (2 if shape.has_critic else 1)
     at_the_loss += loss_bytes(text, batch.num_supervised, w) if shape.is_last else 0
@@ -173,7 +173,7 @@ def _tower_layer_bytes(tower: TowerShape, positions: int, weight_bytes: int) -> 
 
 
 def _in_the_tower(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
-    """Return the peak in the tower's forward, or in its backward if it is trained."""
+    """Return the peak in the tower's forward, or in its backward if the tower is trained."""
     tower, w, positions = shape.tower, weight_bytes, batch.num_tiles * shape.tower.num_positions
     pixels = 3 * tower.image_size**2 * batch.num_tiles * (1 + 4 + 4 + w)
     own = pixels + w * positions * (3 * tower.hidden + 3 * tower.intermediate)

@@ -28,7 +28,7 @@ from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.runtime.device_memory import free_memory
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, local_ranks, print_first
 
-GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # keyed by data_types.grad_accum_dtype
+GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # by data_types.grad_accum_dtype
 FULL_TOKENS = 8192  # larger micro-batches don't speed up a GPU
 MOST_TOKENS_ON_CPU = 8192
 ROUND_TOKENS = 64  # auto rounds to a multiple, unless the longest sample is larger
@@ -36,14 +36,14 @@ ROUND_TOKENS = 64  # auto rounds to a multiple, unless the longest sample is lar
 
 @dataclass(frozen=True)
 class Data:
-    """Sample facts that memory depends on. share: a rank's tokens in the largest step, if auto packs them."""
+    """Facts about samples that memory depends on. share: a rank's tokens in the largest step, if auto packs them."""
 
     longest_sample: int
     supervised_fraction: float
     share: int
 
     def shared_by(self, sp: int) -> "Data":
-        """Return the share of one rank when sp ranks share samples."""
+        """Return one rank's share if sp ranks share samples."""
         return dataclasses.replace(self, longest_sample=-(-self.longest_sample // sp), share=-(-self.share // sp))
 
 
@@ -173,7 +173,8 @@ def choose_tokens_per_micro_batch(
 ) -> int:
     """Choose and print the value for --tokens_per_micro_batch auto. Collective.
 
-    A resumed run keeps its checkpoint's value, because another one rounds differently; else as many as fit.
+    A resumed run keeps its checkpoint's value, because another value rounds differently; otherwise as many tokens as
+    fit.
     """
     training = resolved.args.training
     saved = broadcast_from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
@@ -203,7 +204,7 @@ def candidates(args: Arguments, world_size: int, device_type: str) -> dict[str, 
         }
     else:
         found = {"zero2": "gradients are sent during backward, and each rank updates its part of the weights"}
-    # On one rank it shards nothing, but updates the weights part by part.
+    # On one rank stage 2 shards nothing, but updates the weights part by part.
     found["zero3"] = "weights must be sharded as well" if world_size > 1 else "the optimizer must update in parts"
     if device_type != "cpu":  # a CPU's memory is the device's
         found["zero2_offload"] = "the optimizer's states must be in CPU memory"
@@ -238,7 +239,7 @@ def choose_ds_config(
         except ConfigError as error:  # can't be compiled on this machine, or conflicts with the flags
             refused = refused or error
             continue
-        # Before the data is read, assume that every sample is a longest one.
+        # Before the data is read, assume that every sample has the maximum length.
         data = Data(longest, SUPERVISED, share=resolved.args.training.per_device_train_batch_size * longest)
         run = runs[name] = planned_run(shape, resolved, data, devices)
         needs = run.estimate()
@@ -278,7 +279,7 @@ def choose_for_ranks(args: Arguments, model: ModelPlan, ranks: Ranks) -> tuple[d
     devices = Devices(ranks.world_size, max(locals_), ranks.device.type, min(memories), min(nodes), are_local=True)
     training = args.training
     saved = broadcast_from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
-    # Another number of ranks may need another stage, and it rounds differently anyway.
+    # Another number of ranks may need another stage, and rounds differently anyway.
     stage = saved["zero_stage"] if saved.get("world_size") == ranks.world_size else None
     shape = shape_of(model.text_config, model.tower, args)
     # Machines may differ in what they can compile: rank 0 decides.

@@ -40,7 +40,7 @@ def show_dry_run(plan: Plan, ranks: Ranks) -> int:
     if ranks.is_first:
         gpu, host = memory_of_gpu(ranks), float(psutil.virtual_memory().available)
         step_s = measured_step_s(plan.output_dir, done)
-        batch = first_batch(steps, done, plan.model.tokenizer)  # decodes its images, so that a bad one is met here
+        batch = first_batch(steps, done, plan.model.tokenizer)  # decodes its images, to find bad ones here
         print_first(conclusion(planned, gpu, host, (done, steps.num_steps), steps.batch_size, step_s))
         drawing = drawing_of(planned, plan.args)
         drawn = [] if drawing is None else drawing_lines(drawing, gpu)

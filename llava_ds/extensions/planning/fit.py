@@ -10,8 +10,8 @@ from llava_ds.extensions.planning.memory import PLACEMENTS, Estimate, Setup, Zer
 from llava_ds.extensions.planning.shapes import ModelShape
 
 GB, MB = 10**9, 10**6
-HEADROOM = 0.1  # of a GPU's memory, for the CUDA context, NCCL and fragmentation
-MOST_DOUBLINGS = 6  # of the number of GPUs
+HEADROOM = 0.1  # share of a GPU's memory for the CUDA context, NCCL and fragmentation
+MOST_DOUBLINGS = 6  # maximum doublings of the number of GPUs
 DEVICES = ("none", "cpu", "nvme")  # fastest first
 # (optimizer, param), in the order proposed
 OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme"))
@@ -34,7 +34,8 @@ ROWS = {
 
 @dataclass(frozen=True)
 class Run:
-    """A training run as memory sees it. batch is None if only the number of parameters is known."""
+    """Everything about a training run that memory depends on. batch is None if only the number of parameters is
+    known."""
 
     shape: ModelShape
     placement: ZeroPlacement
@@ -141,7 +142,9 @@ def description(run: Run) -> list[str]:
         ),
     ]
     if batch is not None and text is not None and not text.is_llamas:
-        lines.append("activations are those of Llama layers with these widths, but this model's differ: a guide only")
+        lines.append(
+            "activations are estimated for Llama layers of these widths, but this model's differ: a guide only"
+        )
     return lines
 
 
@@ -198,7 +201,7 @@ def _changed(run: Run) -> Iterator[Run]:
 
 
 def _is_further(offload: tuple[str, str], other: tuple[str, str]) -> bool:
-    """True if both parts are at least as far from the GPU."""
+    """True if both parts are at least as far from the GPU as the other's."""
     return all(DEVICES.index(device) >= DEVICES.index(than) for device, than in zip(offload, other))
 
 
@@ -209,7 +212,7 @@ def columns(run: Run) -> dict[str, Run]:
 
 
 def _goes_with(placement: ZeroPlacement, run: Run) -> bool:
-    """False for placements that pipelines, shared experts or upcycled models can't be trained with."""
+    """False for placements that can't train pipelines, shared experts or upcycled models."""
     setup, is_offloaded = run.setup, placement.optimizer != "none"
     if placement == run.placement:
         return True

@@ -173,7 +173,7 @@ def _with_frozen(own: Estimate, shape: ModelShape, placement: ZeroPlacement, set
 
 
 def most_activations(shape: ModelShape, setup: Setup, batch: MicroBatch | None) -> int:
-    """Return the largest activations of any rank, in bytes; 0 without a micro-batch."""
+    """Return the bytes of the largest activations on any rank; 0 without a micro-batch."""
     return max(_activations(shape, index, setup, batch) for index in range(len(shape.stages) or 1))
 
 

@@ -1,6 +1,6 @@
 """Named model sizes for estimates. Imported before torch."""
 
-SUPERVISED = 0.25  # share of tokens assumed before the data is read; about a sixth in LLaVA-1.5's instruction data
+SUPERVISED = 0.25  # share of tokens, assumed before the data is read; about a sixth in LLaVA-1.5's instruction data
 LLAMA_7B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,

@@ -43,10 +43,10 @@ from llava_ds.model.open.tower import plan_tower
 from llava_ds.model.vision import TowerPlan
 from llava_ds.tracking.flops import ModelFlops, flops_of_model
 
-LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # parameters; anything else is a typo
-# Load of the busiest expert divided by an even share; every expert of an upcycled model computes that many rows.
+LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # parameters; a larger number must be a typo
+# Load of the busiest expert divided by an even share; in an upcycled model every expert computes that number of rows.
 UNEVEN = 1.5
-TENSORS_OF_A_COUNT = 1000  # assumed if only the number of parameters is known
+TENSORS_OF_A_COUNT = 1000  # hidden size assumed if only the number of parameters is known
 
 LLAMAS_LAYER = {
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
@@ -198,7 +198,8 @@ def shape_of_folders(args: Arguments) -> ModelShape:
 
 
 def shape_named(name: str, args: Arguments) -> ModelShape:
-    """Return a known size, or a fully trained model with a number of parameters like 13e9. Raises ConfigError."""
+    """Return a known size, or a fully trained model with the given number of parameters, like 13e9. Raises
+    ConfigError."""
     if name in NAMED:
         text = AutoConfig.for_model(**NAMED[name])
         return shape_of(text, plan_tower(CLIPVisionConfig(**CLIP_L_336), {}, "--model", args.model), args)
@@ -378,7 +379,7 @@ def _state_widths(text: PreTrainedConfig) -> dict[str, int]:
 
 
 def _functions(name: str, args: Arguments, text: PreTrainedConfig) -> list[Callable]:
-    """Return the functions of this name in estimated.py of the model's extensions."""
+    """Return the functions of this name in estimated.py of each of the model's extensions."""
     names = active(args.model.own, text).extensions
     modules = [importlib.import_module(f"llava_ds.extensions.{each}.estimated") for each in names]
     return [vars(module)[name] for module in modules if name in vars(module)]

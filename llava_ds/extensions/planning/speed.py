@@ -27,7 +27,7 @@ from llava_ds.extensions.planning.traffic import Traffic, exchange_traffic, step
 from llava_ds.runtime.gpus import Gpu
 
 TERA, GIGA = 1e12, 1e9
-MATMUL_SHARE = 0.8  # of the peak for the fastest shape, if the GPU table has no measurement
+MATMUL_SHARE = 0.8  # share of the peak for the fastest shape, if the GPU table has no measurement
 # A layer's products relative to the fastest shape, clocks at the power limit: the only constant chosen with the public
 # figures of docs/speed.md in view. Inside a training step of an 8B, an H200 reached 47 % outside attention; its fastest
 # product reaches 80 % (Bekman, Machine Learning Engineering).
@@ -36,15 +36,15 @@ LAYER_SHARE = 0.9
 # an H100's, version 3 about 55 % of the latter (arXiv 2307.08691 and 2407.08608, figures).
 ATTENTION_SHARE = 0.45
 ATTENTION_BACKWARD = 2.5  # five products instead of forward's two
-MEMORY_SHARE = 0.8  # of the data sheet's bandwidth, for large element-wise kernels
-LINK_SHARE = 0.75  # of NVLink and network, for large collectives (nccl-tests' bus bandwidth)
-PCIE_COLLECTIVE_SHARE = 0.4  # of PCIe, when ranks send through the CPU's memory
+MEMORY_SHARE = 0.8  # share of the data sheet's bandwidth, for large element-wise kernels
+LINK_SHARE = 0.75  # share of NVLink's and network's bandwidth, for large collectives (nccl-tests' bus bandwidth)
+PCIE_COLLECTIVE_SHARE = 0.4  # share of PCIe's, when ranks send through the CPU's memory
 PCIE_SHARE = 0.75  # for copies from pinned memory
 CPU_ADAM_S = 0.25e-9  # per parameter, on all cores of a node (ZeRO-Offload, arXiv 2101.06840, table of Adam's latency)
-# Numbers that a layer's forward reads and writes per token and unit of width outside products and attention, counted
-# kernel by kernel in transformers' modeling_llama and in Liger's fused kernels; backward moves twice as many.
+# Numbers that a layer's forward reads and writes, per token and unit of width, besides products and attention: counted
+# kernel by kernel in transformers' modeling_llama and Liger's fused kernels. Backward moves twice as many.
 LAYER_NUMBERS, FUSED_LAYER_NUMBERS = 75, 22
-LORA = 1.75  # factor with adapters: their thin products are bound by memory
+LORA = 1.75  # factor with adapters: memory limits their thin products
 LOGIT_BYTES = 36  # read and written per logit: stored, cast, softmax, gradient, cast, multiplied twice
 NETWORK_GBIT = 100.0  # per node, if the vendor doesn't publish it
 OVERLAP = 0.8  # share of compute that can hide traffic: collectives use some multiprocessors and bandwidth
@@ -109,7 +109,8 @@ class Load:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step by cause, and its work. traffic_s and pcie_s: only the part that does not hide."""
+    """Seconds of an optimizer step by cause, and its work. traffic_s and pcie_s: only the part not hidden by
+    compute."""
 
     compute_s: float
     memory_s: float
@@ -218,7 +219,7 @@ def _passes(run: Run, load: Load, machine: Machine) -> list[tuple[float, float]]
 def _exposed(
     sent: Traffic, forward_s: float, backward_s: float, load: Load, machine: Machine, setup: Setup
 ) -> tuple[float, float]:
-    """Return the seconds of collectives and of PCIe that do not hide behind compute."""
+    """Return the seconds of collectives and of PCIe that compute does not hide."""
     bandwidth, pcie = machine.link_bandwidth(setup), PCIE_SHARE * machine.gpu.pcie * GIGA
     overlap = machine.overlap if sent.can_overlap else 0.0
     room = overlap * backward_s * sent.backward_micro_steps / load.micro_steps

@@ -21,7 +21,7 @@ from llava_ds.extensions.planning.speed import (
 )
 from llava_ds.extensions.table import EXTENSIONS
 
-LEAST_GAIN = 0.03  # of the tokens/s: smaller gains are not proposed
+LEAST_GAIN = 0.03  # minimum gain in tokens/s: smaller ones are not proposed
 
 ROWS = {
     "compute": "compute_s",
@@ -180,9 +180,9 @@ def assumptions(speed: SpeedRun) -> list[str]:
         link += f", {nodes} nodes with {machine.network_gbit:g} Gbit/s each at {LINK_SHARE:.0%}"
     packed = "" if load.useful == 1 else f", {load.useful:.0%} of the computed ones (the rest is padding or waiting)"
     return [
-        f"{setup.num_gpus} x {gpu.name}: products at {machine.matmul_share:.0%} of {peak / TERA:g} TFLOP/s, "
-        f"attention at {ATTENTION_SHARE:.0%}, memory at {MEMORY_SHARE:.0%} of {gpu.bandwidth:g} GB/s, {link}; "
-        f"traffic hides behind {machine.overlap:.0%} of the compute that overlaps with it in DeepSpeed",
+        f"{setup.num_gpus} x {gpu.name}: products at {machine.matmul_share:.0%} of {peak / TERA:g} TFLOP/s, attention "
+        f"at {ATTENTION_SHARE:.0%}, memory at {MEMORY_SHARE:.0%} of {gpu.bandwidth:g} GB/s, {link}; "
+        f"{machine.overlap:.0%} of the compute that DeepSpeed overlaps with traffic hides it",
         f"a rank's step: {load.micro_steps} x {load.tokens:,.0f} tokens on average{packed}, in samples of "
         f"{load.sample_tokens:,.0f}, with {load.tiles:.3g} image tiles each; data loading, evals and saves are "
         "not counted",

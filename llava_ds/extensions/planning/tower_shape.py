@@ -93,4 +93,4 @@ def _saved_by(layer: nn.Module) -> tuple[int, int]:
     numbers -= hidden * other_norms
     if any(hasattr(module, "input_max") for module in modules.values()):
         numbers += 11 * hidden + 3 * intermediate
-    return numbers, hidden * (2 * other_norms + 5)  # query and key twice; values once, their norm has no weight
+    return numbers, hidden * (2 * other_norms + 5)  # query and key twice; values once, because their norm has no weight

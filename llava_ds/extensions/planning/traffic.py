@@ -71,7 +71,7 @@ def exchange_traffic(text: TextShape, setup: Setup, tokens: float, recomputed: i
 def step_traffic(shape: ModelShape, placement: ZeroPlacement, setup: Setup, micro_steps: int) -> Traffic:
     """Return the traffic of an optimizer step with this many micro-batches."""
     part, w, overlaps = (setup.ranks - 1) / setup.ranks, setup.weight_bytes, setup.zero.overlap_comm
-    once = part * w * shape.trained_of_rank  # an all-gather or a reduce-scatter of the trained part
+    once = part * w * shape.trained_of_rank  # an all-gather or reduce-scatter of the trained part
     if placement.stage == 0:
         return Traffic(0, 0, 2 * once, 1, can_overlap=False)
     pcie, pcie_after = _pcie_bytes(shape, placement, setup, micro_steps)

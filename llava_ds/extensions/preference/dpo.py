@@ -14,19 +14,19 @@ from llava_ds.model.heads import LogProbs, sum_by_sample
 from llava_ds.train.objectives.objective import MicroLoss
 
 LossType = Literal["sigmoid", "hinge", "ipo", "simpo", "cpo", "orpo"]
-ROUNDING = 1e-6  # of a log-probability in float32, relative, between two ways to compute it
-MEAN_LOSS_TYPES = ("ipo", "simpo", "orpo")  # use the mean log-probability of an answer's tokens, others the sum
+ROUNDING = 1e-6  # relative difference of a log-probability in float32 between two ways to compute it
+MEAN_LOSS_TYPES = ("ipo", "simpo", "orpo")  # these use the mean log-probability of an answer's tokens, others the sum
 
 
 @dataclass(frozen=True)
 class PairLoss:
     """The loss of pairs of answers, from their log-probabilities.
 
-    beta: strength of the pull towards the reference model, ORPO's weight of the log odds; label_smoothing: fraction of
-    pairs that may be mislabelled; rpo_alpha and, for CPO, cpo_alpha: weight of the chosen answer's own loss per token,
-    1 for ORPO; simpo_gamma: SimPO's margin.
-    Sources: DPO (arXiv 2305.18290), IPO (2310.12036), SLiC's hinge (2305.10425), SimPO (2405.14734), cDPO's label
-    smoothing, RPO (2404.19733), CPO (2401.08417), ORPO (2403.07691); names and conventions are TRL's.
+    beta: strength of the pull towards the reference model, or ORPO's weight of the log odds; label_smoothing: fraction
+    of pairs that may be mislabelled; rpo_alpha and, for CPO, cpo_alpha: weight of the chosen answer's own loss per
+    token, 1 for ORPO; simpo_gamma: SimPO's margin. Sources: DPO (arXiv 2305.18290), IPO (2310.12036), SLiC's hinge
+    (2305.10425), SimPO (2405.14734), cDPO's label smoothing, RPO (2404.19733), CPO (2401.08417), ORPO (2403.07691);
+    names and conventions are TRL's.
     """
 
     loss_type: LossType = "sigmoid"
@@ -102,7 +102,7 @@ class DPO(PairObjective):
         """Run the model on both answers of every pair, with one tower pass over their images."""
         rows = engine(batch, LogProbs())  # (S,)
         answers, lengths = map(self.mesh.complete, sum_by_sample(rows, batch))  # (A,) each
-        pairs = len(answers) // 2  # a rank without pairs has one sample, and it is ignored
+        pairs = len(answers) // 2  # a rank without pairs has one sample, ignored
         log_probs, lengths = answers[: 2 * pairs].view(pairs, 2), lengths[: 2 * pairs].view(pairs, 2)
         reference = batch.extra.get("reference")
         reference = torch.zeros_like(log_probs) if reference is None else reference.view(pairs, 2)
@@ -121,8 +121,8 @@ class DPO(PairObjective):
     ) -> dict[str, torch.Tensor]:
         """Return METRICS of dpo for every pair, (pairs,) each.
 
-        A pair whose rewards differ by rounding counts one half in the accuracy: before the first update the policy is
-        the reference, and all rewards are zero but for it.
+        A pair whose rewards differ only by rounding counts one half in the accuracy: before the first update the policy
+        is the reference, and all rewards are zero up to rounding.
         """
         chosen, rejected = self.loss.rewards(log_probs, reference, lengths).unbind(1)
         margins = chosen - rejected

@@ -18,7 +18,7 @@ _kto, _ = flags_of("preference", goes_with="kto")
 _dpo, _ = flags_of("preference", goes_with="dpo")
 _reward, _ = flags_of("preference", goes_with="reward")
 
-# Values of --loss_type that read a flag; flags that are not listed are read by all.
+# Values of --loss_type that read a flag; all values read the flags that are not listed.
 LOSS_TYPES = {
     "label_smoothing": ("sigmoid", "simpo", "cpo"),
     "rpo_alpha": ("sigmoid", "hinge", "ipo", "simpo"),
@@ -27,8 +27,7 @@ LOSS_TYPES = {
     "ref_model_name_or_path": ("sigmoid", "hinge", "ipo"),
 }
 
-# Metrics besides the loss. dpo: TRL's names; reward: the same if the meaning is the same, else from TRL's
-# RewardTrainer.
+# Metrics besides the loss. dpo: TRL's names; reward: the same for the same meaning, otherwise from TRL's RewardTrainer.
 METRICS = {
     "dpo": (
         *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
@@ -49,7 +48,7 @@ class Flags(ExtensionFlags):
     other_names: ClassVar = {"--loss_type": "--pref_loss", "--beta": "--dpo_beta --pref_beta"}
     numbers: ClassVar = {
         "rewards/accuracies": Number("Share of pairs whose chosen answer is ahead", "accuracy {:.1%}"),
-        "rewards/margins": Number("How far the chosen answer is ahead"),
+        "rewards/margins": Number("Margin of the chosen answer"),
         "rewards/chosen": Number("Reward of chosen answers"),
         "rewards/rejected": Number("Reward of rejected answers"),
         "logps/chosen": Number("Log-probability of chosen answers"),
@@ -67,7 +66,7 @@ class Flags(ExtensionFlags):
         "reference model: simpo: SimPO, over means; cpo: CPO; orpo: ORPO, odds of mean log-probabilities.",
     )
     label_smoothing: Annotated[float, Bounds(0, 0.5)] = _dpo(
-        0.0, "dpo with sigmoid, simpo or cpo: the share of pairs that may be the wrong way round."
+        0.0, "dpo with sigmoid, simpo or cpo: the share of pairs that may be mislabelled."
     )
     rpo_alpha: Rate = _dpo(
         0.0, "dpo: weight of the chosen answer's own loss per token: it keeps its probability from falling."
@@ -90,7 +89,7 @@ class Flags(ExtensionFlags):
     )
     reward_loss: Literal["last", "tokens"] = _reward(
         "last",
-        "reward: compare the scores of two answers at their last tokens, or at every token from the first that differs "
+        "reward: compare the scores of two answers at their last tokens, or at every token from the first difference "
         "on (DeepSpeed-Chat's).",
     )
     center_rewards_coefficient: Rate = _reward(
@@ -106,11 +105,11 @@ class Flags(ExtensionFlags):
             objective == "reward",
             {
                 "known_samples": "pairs are encoded before",
-                "dense_mlps": "it is not tried with these experts",
+                "dense_mlps": "it is untested with these experts",
             },
         )
         if self.ref_model_name_or_path is not None:
-            needs["whole_layers"] = "another reference model is whole on every rank, but one stage has images"
+            needs["whole_layers"] = "another reference model is whole on every rank, but only one stage has images"
         if objective == "kto":
             needs["whole_layers"] = "another pass estimates the KL before every step"
         if scores:
@@ -137,6 +136,6 @@ class Flags(ExtensionFlags):
             )
         if objective == "reward" and trains_projector_only(args.model):
             yield (
-                "--objective reward trains a value head on the language model, but a projector's file can't hold "
+                "--objective reward trains a value head on the language model, but a projector's file can't contain "
                 "it: train the language model as well"
             )

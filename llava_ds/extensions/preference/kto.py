@@ -60,7 +60,7 @@ class KTO(PairObjective):
         """Run the model on all answers, with one tower pass over their images."""
         rows = engine(batch, LogProbs())  # (S,)
         sums, lengths = map(self.mesh.complete, sum_by_sample(rows, batch))  # (A,) each
-        none = torch.zeros(0, dtype=torch.float64, device=rows.device)  # of a rank without samples
+        none = torch.zeros(0, dtype=torch.float64, device=rows.device)  # rank without samples
         labels, weights, share, reference = (
             batch.extra.get(name, none) for name in ("label", "weight", "share", "reference")
         )
@@ -146,8 +146,8 @@ class Mismatched(EncodedDataset):
 
 @dataclass(frozen=True)
 class Divergence:
-    """The KL estimate of every step: the mean over its samples of how much likelier than for the reference model
-    mismatched answers are, at least zero.
+    """The KL estimate of every step: the mean log-ratio of mismatched answers under the model and the reference model,
+    at least zero.
 
     mismatched: with reference log-probabilities; steps: of the run; workers: processes that decode images.
     """
@@ -189,7 +189,7 @@ class Divergence:
         if "weight" not in micro.batch.extra:  # a rank without samples
             return torch.zeros(2, dtype=torch.float64, device=rows.device)
         weights = micro.batch.extra["weight"] * is_shown
-        # Ranks that share samples each have a part of the sums; one of them subtracts the reference.
+        # Ranks that share samples each have a part of the sums; only one of them subtracts the reference.
         ratios = sums[: len(weights)] - micro.batch.extra["reference"] * float(micro.is_counted)
         return torch.stack([(weights * ratios).sum(), weights.sum() * float(micro.is_counted)])
 

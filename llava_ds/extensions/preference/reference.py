@@ -32,7 +32,7 @@ from llava_ds.runtime.ranks import Ranks, gather
 from llava_ds.runtime.tf32 import tf32_allowed
 from llava_ds.runtime.waiting import queuing, waiting
 
-VERSION = 3  # raise it when the same data and weights would give other numbers
+VERSION = 3  # raise it when the numbers for the same data and weights would change
 
 
 @dataclass(frozen=True)
@@ -95,17 +95,17 @@ def log_probs(
     model = runner.engine
     model.eval()
     of_rank = packing.lay_out_all(dataset)[mesh.dp_rank]
-    found = torch.zeros(dataset.num_records, 3, dtype=torch.float64, device=device)  # the last column: 1 if computed
+    found = torch.zeros(dataset.num_records, 3, dtype=torch.float64, device=device)  # last column: 1 if computed
     for samples, micro in zip(of_rank, micro_batches(dataset, of_rank, num_workers, device, mesh)):
         with queuing():
             rows = runner.forward(model, micro.batch, lambda model, batch: model(batch, LogProbs()))
-            if rows is None:  # another rank has them
+            if rows is None:  # None: another rank has the results
                 continue
             sums, _ = sum_by_sample(rows, micro.batch)
         # Ranks that share a pair each have a part of its sums.
         place, number, is_shown = answers_of(micro)
         numbers = [int(dataset.rows[samples[i]]) for i in micro.places]
-        records = torch.tensor(numbers, dtype=torch.int64, device=device)  # also without any
+        records = torch.tensor(numbers, dtype=torch.int64, device=device)  # even without any records
         found[records[place[is_shown]], number[is_shown]] = sums[: len(place)][is_shown]
         found[records, 2] = float(micro.is_counted)
     model.train()
@@ -115,8 +115,8 @@ def log_probs(
 
 
 def answers_of(micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return of every answer of a micro-batch, (A,) each: its index in `places`, its number in the record, and False if
-    no rank counts it. Without numbers in the batch, records have two answers."""
+    """Return for every answer of a micro-batch, (A,) each: its index in `places`, its number in the record, and False
+    if no rank counts it. Without numbers in the batch, records have two answers."""
     sources, number = micro.batch.sources, micro.batch.extra.get("number")
     number = torch.arange(len(sources), device=sources.device) % 2 if number is None else number.long()
     items = (number == 0).cumsum(0) - 1
@@ -142,7 +142,7 @@ def weights_digest(model: torch.nn.Module, mesh: Mesh) -> str:
     for name, tensor in named.items():
         shard = getattr(tensor, "ds_tensor", None)
         is_cut = bool(slices.get(tensor))
-        counts = shard is not None or mesh.dp_rank == mesh.part.index == 0  # count one of the copies
+        counts = shard is not None or mesh.dp_rank == mesh.part.index == 0  # count only one of the copies
         counts = counts and (is_cut or name not in earlier)
         held = tensor.detach() if shard is None else shard
         part = placement.index * is_cut if shard is None else torch.distributed.get_rank(tensor.ds_process_group)

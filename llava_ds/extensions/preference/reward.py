@@ -19,12 +19,12 @@ class RewardLoss:
     """The loss of pairs of answers, from the value head's outputs at their tokens.
 
     An answer's score is the output at its last supervised token, the end marker. reward_loss "last" compares the
-    scores: -logsigmoid(chosen - rejected - margin). "tokens" is DeepSpeed-Chat's, the mean of that over tokens: k-th
-    token against k-th token, from the first one that differs to the last of the longer answer. After the end of the
-    shorter answer DeepSpeed-Chat uses outputs at padding; here there is no padding, and the shorter answer keeps its
-    score. center_rewards_coefficient: weight of (chosen + rejected)^2, which keeps scores around zero.
-    Sources: Bradley-Terry as in InstructGPT (arXiv 2203.02155), margins as in Llama 2 (2307.09288), TRL's
-    RewardTrainer, DeepSpeed-Chat's reward_model.py.
+    scores: -logsigmoid(chosen - rejected - margin). "tokens" is DeepSpeed-Chat's, the mean of that loss over tokens:
+    k-th token against k-th token, from the first difference to the last token of the longer answer. After the end of
+    the shorter answer DeepSpeed-Chat uses outputs at padding; here there is no padding, and the shorter answer keeps
+    its score. center_rewards_coefficient: weight of (chosen + rejected)^2, which keeps scores around zero. Sources:
+    Bradley-Terry as in InstructGPT (arXiv 2203.02155), margins as in Llama 2 (2307.09288), TRL's RewardTrainer,
+    DeepSpeed-Chat's reward_model.py.
     """
 
     center_rewards_coefficient: float = 0.0
@@ -52,7 +52,7 @@ class Reward(PairObjective):
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
         """Run the model on both answers of every pair, with one tower pass over their images."""
-        pairs = (len(batch.cu_seqlens) - 1) // 2  # a rank without pairs has one sample, and it is ignored
+        pairs = (len(batch.cu_seqlens) - 1) // 2  # a rank without pairs has one sample, ignored
         ends = last_targets(batch)[: 2 * pairs]
         if self.loss.reward_loss == "tokens":
             rows = engine(batch, Values(batch.target_tokens))  # (S,)

@@ -55,20 +55,22 @@ class Samples:
 
 
 class TokenExchange(Protocol):
-    """The exchange of a rank's t tokens for all T of a pack, among `size` ranks that share them; index: this rank's."""
+    """Exchange a rank's t tokens for all T tokens of a pack, among the `size` ranks that share them; index: this
+    rank's."""
 
     size: int
     index: int
 
     def all_tokens(self, *parts: torch.Tensor) -> torch.Tensor:
-        """From parts (1, t, n), return this rank's n / size columns of each, side by side, of all tokens."""
+        """Exchange parts (1, t, n) of this rank's tokens for n / size columns of all tokens, side by side for each
+        part."""
 
     def own_tokens(self, columns: torch.Tensor) -> torch.Tensor:
-        """From this rank's columns (1, T, n / size), return all of them of its tokens (1, t, n)."""
+        """Exchange this rank's columns of all tokens (1, T, n / size) for all columns of its tokens (1, t, n)."""
 
 
 def keep_samples_apart(trunk: nn.Module) -> None:
-    """Let the layers of a language model that have a state take `samples`, and leave it out of the others.
+    """Let layers with a state take `samples`, and keep it from the other layers of a language model.
 
     Their token_exchange has to be set for packs whose tokens are shared.
     """
@@ -78,7 +80,7 @@ def keep_samples_apart(trunk: nn.Module) -> None:
             layer.linear_attn.forward = MethodType(_forward, layer.linear_attn)
 
 
-@torch.compiler.disable  # every number of samples and every length would be compiled again
+@torch.compiler.disable  # each number of samples and every length would be compiled separately
 def _forward(
     self: nn.Module,
     hidden_states: torch.Tensor,
@@ -89,8 +91,8 @@ def _forward(
     tokens_shared: bool = False,
     **options: object,
 ) -> torch.Tensor:
-    """(1, T, D) to (1, T, D), or (1, t, D) to (1, t, D) if tokens_shared; without samples (B, L, D) as transformers
-    computes them."""
+    """Map (1, T, D) to (1, T, D), or with tokens_shared (1, t, D) to (1, t, D); without samples, compute (B, L, D) as
+    transformers does."""
     if samples is None:
         assert cu_seqlens is None, "a pack of samples without their lengths: their states would mix"
         return type(self).forward(self, hidden_states, **options)
@@ -104,13 +106,13 @@ def _forward(
 def of_pack(
     forward: Callable[[torch.Tensor], torch.Tensor], hidden_states: torch.Tensor, samples: Samples
 ) -> torch.Tensor:
-    """Compute a layer's forward over a pack (1, T, D): at once by kernels, else sample by sample."""
+    """Compute a layer's forward over a pack (1, T, D): at once with kernels, else sample by sample."""
     if kernel_problem(hidden_states.device, _precision(hidden_states)) is None:
         return forward(
             hidden_states,
             cu_seq_lens_q=samples.cu_seqlens,
-            cu_seqlens_cpu=samples.cu_seqlens_cpu,  # or flash-linear-attention waits for the device
-            seq_idx=samples.seq_idx,  # obligatory: without it the convolution reaches across samples
+            cu_seqlens_cpu=samples.cu_seqlens_cpu,  # else flash-linear-attention waits for the device
+            seq_idx=samples.seq_idx,  # required: otherwise the convolution reaches across samples
         )
     return one_by_one(forward, hidden_states, samples.lengths)
 
@@ -118,10 +120,10 @@ def of_pack(
 def own_heads(
     layer: nn.Module, exchange: TokenExchange, hidden_states: torch.Tensor
 ) -> tuple[SimpleNamespace, torch.Tensor]:
-    """Return what a layer's forward reads, of this rank's heads only, and its input: their projections of all tokens.
+    """Return the inputs of a layer's forward for this rank's heads only: their projections of all tokens.
 
     hidden_states (1, t, D). The stand-in's projections choose columns, and its result is (1, T, V / s). Convolution,
-    delta rule and norm compute each head by itself, so heads can be shared out as in attention.
+    delta rule and norm compute each head by itself, so heads can be divided over ranks as in attention.
     """
     s, key, value = exchange.size, layer.key_dim, layer.value_dim
     others = (layer.in_proj_z(hidden_states), layer.in_proj_b(hidden_states), layer.in_proj_a(hidden_states))
@@ -144,7 +146,7 @@ def own_heads(
         head_v_dim=layer.head_v_dim,
         key_dim=key // s,
         value_dim=value // s,
-        in_proj_qkv=lambda projected: columns(0, 2)(projected).contiguous(),  # kernels want strides of whole vectors
+        in_proj_qkv=lambda projected: columns(0, 2)(projected).contiguous(),  # kernels need strides of whole vectors
         in_proj_z=columns(3, 3),
         in_proj_b=columns(4, 4),
         in_proj_a=columns(5, 5),
@@ -160,7 +162,7 @@ def own_heads(
 def one_by_one(
     forward: Callable[[torch.Tensor], torch.Tensor], hidden_states: torch.Tensor, lengths: tuple[int, ...]
 ) -> torch.Tensor:
-    """A forward of (1, T, D), sample by sample."""
+    """Compute a forward of (1, T, D), sample by sample."""
     return torch.cat([forward(sample) for sample in hidden_states.split(lengths, 1)], 1)
 
 
@@ -170,7 +172,8 @@ def _precision(tensor: torch.Tensor) -> torch.dtype:
 
 
 def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why a layer with a state computes sample by sample there; None where kernels take the boundaries."""
+    """Return the reason why a layer with a state computes sample by sample on this device; None if kernels take the
+    boundaries."""
     if device.type != "cuda":
         return f"kernels need a CUDA device, this is {device.type}"
     if dtype not in HALF:
@@ -180,12 +183,12 @@ def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @functools.cache
 def missing_kernels() -> str | None:
-    """Packages that transformers can't import, with the reason; None if it has all of KERNELS."""
+    """Return packages that transformers can't import, with the reasons; None if it has all of KERNELS."""
     problems = []
     for package, (module, function) in KERNELS.items():
         try:
             getattr(importlib.import_module(module), function)
-        except Exception as error:  # transformers computes without the package after any
+        except Exception as error:  # transformers computes without the package after any error
             absent = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
             why = "not installed" if absent else f"can't be imported: {in_short(f'{type(error).__name__}: {error}')}"
             problems.append(f"{package} {why}")
@@ -193,13 +196,13 @@ def missing_kernels() -> str | None:
 
 
 def delta_net_report(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """A line about how a language model's layers with a state compute a pack.
+    """Return a line on how a language model's layers with a state compute a pack.
 
-    Where kernels do, a small random copy is computed on the device, packed and one by one. Raises ConfigError if they
-    mix samples there.
+    If kernels do, a small random copy is computed on the device, packed and one by one. Raises ConfigError if they mix
+    samples.
     """
     if (problem := kernel_problem(device, dtype)) is not None:
-        return f"Gated DeltaNet: sample by sample, all else packed ({problem})"
+        return f"Gated DeltaNet: sample by sample, everything else packed ({problem})"
     if not (difference := difference_of_a_pack(config, device, dtype)) <= TOLERANCE:
         raise ConfigError(
             f"{' and '.join(KERNELS)} do not keep the samples of a pack apart on this device: on a small copy of "

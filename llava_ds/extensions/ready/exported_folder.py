@@ -140,7 +140,7 @@ def _bounds(tiling: Tiling | FrameCells) -> tuple[int, int] | None:
 
 
 def _sizes_in(ready: ReadyModel, options: ReadyImageOptions, tokenizer: PreTrainedTokenizerBase, source: Path) -> tuple:
-    """Return the same values read from the source folder of the exported model."""
+    """Return the same values, read from the source folder of the exported model."""
     where, tiling = str(source), options.tiling
     images = read_processor(source, where)
     if isinstance(tiling, CellTiling):

@@ -26,7 +26,7 @@ class Folders:
                 f"{', '.join(READY)}, or a language model with --vision_tower"
             )
         if kind in NEEDED and NEEDED[kind] not in EXTENSIONS:
-            raise ConfigError(f"{where} is a {kind}, and needs llava_ds/extensions/{NEEDED[kind]}: not found")
+            raise ConfigError(f"{where} is a {kind} and needs llava_ds/extensions/{NEEDED[kind]}, which was not found")
         family = family_of(kind)
         ready, text, names = read_ready(family, path, config, self.missing(config), where)
         renames = names.renames()

@@ -32,11 +32,11 @@ NEEDED = dict.fromkeys(("qwen3_vl_moe", "qwen3_5_moe"), "mixtures")
 
 # transformers' ready models that people fine-tune, and the reason why this project can't.
 NOT_YET = {
-    **dict.fromkeys(("glm4v", "glm46v"), "its tower's positions are none of those that are known here"),
+    **dict.fromkeys(("glm4v", "glm46v"), "its tower's positions are of an unknown kind"),
     "gemma3n": "its layers have several streams of hidden states",
     "gemma4_unified": "its images go into the language model without a tower",
-    "paligemma": "its prompts see all of themselves",
-    "mllama": "its images are not in the sequence",
+    "paligemma": "its prompt tokens all attend to each other",
+    "mllama": "its images are not part of the sequence",
 }
 
 

@@ -73,13 +73,13 @@ class ReadyEncoder(Encoder):
         num_videos = sum([mark.is_video for mark in features])
         if self.video is not None and written.count(self.video.token) != num_videos:
             raise DataError(
-                f"the conversation holds {written.count(self.video.token)} of the model's video token "
+                f"the conversation contains {written.count(self.video.token)} of the model's video token "
                 f"{self.video.token} for {num_videos} videos: its text must not spell that token, and the chat "
                 "template has to write it for a video"
             )
         if found != len(features) or (LITERAL_IMAGE in whole and self.image_token == IMAGE_TOKEN):
             raise DataError(
-                f"the conversation holds {found} of the model's image token {self.image_token} for {len(features)} "
+                f"the conversation contains {found} of the model's image token {self.image_token} for {len(features)} "
                 "images: its text must not spell that token, and every image needs its mark"
             )
         before = [] if self.bos and whole.startswith(self.bos) else self.framing

@@ -35,13 +35,13 @@ class ReadyImageOptions(TiledImageOptions):
 
     @property
     def no_video_reason(self) -> str:
-        """Why this model can't read videos."""
+        """Return why this model can't read videos."""
         return f"this ready model can't be read, as {self.no_videos}"
 
     @property
     def size_reason(self) -> str:
-        """Why a single image or video can't have its own size."""
-        return "its processor alone decides sizes"
+        """Return why a single image or video can't have its own size."""
+        return "only its processor decides sizes"
 
     def asking(self, kind: Literal["image", "frames", "video"], size: RequestedSize) -> ImageOptions | None:
         """Return the options with cells for a size requested by a record; None for fixed-size tiles."""

@@ -1,9 +1,9 @@
 # T tokens of all samples laid end to end, S supervised positions, N tiles, V vocabulary
 """Trial of a ready model: a small random copy, packed by this program against one by one through transformers.
 
-A ready model's family is never assumed to be computed as transformers computes it: packs that leak from one sample into
-the next, positions of another kind or features in another order still train, to a worse model. The copy has the
-folder's own kinds of layers and its processors' inputs; logits, loss and every gradient are compared.
+Never assumes that a ready model's family is computed as in transformers: packs that leak between samples, other
+positions or reordered features still train, to a worse model. The copy has the folder's own kinds of layers and its
+processors' inputs; logits, loss and every gradient are compared.
 """
 
 import copy
@@ -57,16 +57,16 @@ VERSION = 4  # raise it when the trial becomes stricter
 # Relative to the largest logit, to the loss, and to the norm of a gradient. In fp32 the same maths differ by 1e-6;
 # samples that see each other by more than 0.1.
 LOGITS, LOSS, GRADIENTS = 1e-4, 1e-5, 1e-3
-LEAST_NORM = 1e-4  # of a gradient, relative to the largest: a tower's key biases have a true one of zero
-LEAST_PIXEL = 1e-5  # of a normalised pixel
-OWN_CODE = Path(__file__).parents[2]  # the result depends on it
+LEAST_NORM = 1e-4  # minimum of a gradient, relative to the largest: a tower's key biases have a true one of zero
+LEAST_PIXEL = 1e-5  # tolerance of a normalised pixel
+OWN_CODE = Path(__file__).parents[2]  # part of the cache key: the result depends on it
 
 # Packages that compute logits, ids and pixels.
 LIBRARIES = ("torch", "transformers", "tokenizers", "jinja2", "pillow", "numpy")
 
-CELLS_TIMES = 3  # factor for images that keep their size: wider than a window of the tower
-# Conversations: the sizes of their images, with the number of frames of videos, and turns of question and answer with
-# marks. The last is for models that have videos.
+CELLS_TIMES = 3  # factor for images of any size: wider than a window of the tower
+# Conversations: sizes of their images, with the number of frames for videos, and turns with marks. The last one is for
+# models with videos.
 TALKS = (
     (((64, 20),), (("<image>\nWhat is this?", "A red cat."), ("And now?", "It runs."))),
     ((), (("How many are two?", "Two."),)),
@@ -80,8 +80,8 @@ Shown = Image.Image | list[Image.Image]  # an image, or a video's frames
 
 
 class Difference(NamedTuple):
-    """Largest differences: of a pixel, of a logit relative to the largest, of the loss, and of a gradient by norm, with
-    the name of its parameter."""
+    """The largest differences: of a pixel, of a logit relative to the largest, of the loss, and of a gradient's norm,
+    with the parameter's name."""
 
     pixels: float
     logits: float
@@ -90,7 +90,7 @@ class Difference(NamedTuple):
     parameter: str
 
     def line(self, name: str) -> str:
-        """A line for the start of a run."""
+        """Return a line for the start of a run."""
         return (
             f"trial of {name}: pixels are its image processor's, and a pack differs from one by one through "
             f"transformers by {self.logits:.1e} (logits), {self.loss:.1e} (loss), {self.gradient:.1e} (gradients)"
@@ -103,16 +103,18 @@ class Difference(NamedTuple):
         if not self.logits <= LOGITS:
             return f"logits of a pack differ from one by one by {self.logits:.2g} of the largest, allowed {LOGITS:g}"
         if not self.loss <= LOSS:
-            return f"the loss of a pack differs by {self.loss:.2g} of it, allowed {LOSS:g}"
+            return f"the loss of a pack differs by a fraction of {self.loss:.2g}, allowed {LOSS:g}"
         if not self.gradient <= GRADIENTS:
-            return f"the gradient of {self.parameter} differs by {self.gradient:.2g} of it, allowed {GRADIENTS:g}"
+            return (
+                f"the gradient of {self.parameter} differs by a fraction of {self.gradient:.2g}, allowed {GRADIENTS:g}"
+            )
         return None
 
 
 def check_ready(plan: ModelPlan, images: ReadyImageOptions, cache_dir: str) -> str:
     """Try a ready model's small copy, or find the result of the same trial in cache_dir. Returns a line.
 
-    Raises ConfigError with the figure where the copy is computed differently.
+    Raises ConfigError with the figure if the copy is computed differently.
     """
     path = plan.sources.vision_tower.path
     config = plan.architecture.config
@@ -123,7 +125,7 @@ def check_ready(plan: ModelPlan, images: ReadyImageOptions, cache_dir: str) -> s
     try:
         return f"{json.loads(known.read_text(encoding='utf-8'))['line']} (tried before)"
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # not tried, or the note was cut short
+        pass  # not tried yet, or the note was truncated
     difference = try_ready(plan, images, path)
     if problem := difference.problem():
         raise ConfigError(
@@ -143,13 +145,13 @@ def _processor_files(folder: Path) -> list[Path]:
 
 
 def _digest(files: list[Path]) -> str:
-    """A hash of names and contents."""
+    """Hash names and contents."""
     parts = ((file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files)
     return digest_of(part for pair in parts for part in pair)
 
 
 def try_ready(plan: ModelPlan, images: ReadyImageOptions, path: str) -> Difference:
-    """Compare a small random copy's pack with transformers' forward of each sample. Raises ConfigError where the copy
+    """Compare a small random copy's pack with transformers' forward of each sample. Raises ConfigError if the copy
     can't be built or run."""
     encoder = encoder_of(plan.tokenizer, EncodingOptions("processor", 10**6), images)
     times = CELLS_TIMES if images.tiling.takes_whole_images else 1
@@ -192,15 +194,15 @@ def _tiles(one: Shown, images: ReadyImageOptions) -> torch.Tensor:
 
 
 def _random_frames(size: tuple[int, int], num_frames: int | None = None) -> Shown:
-    """An image, or the frames of a video."""
+    """Draw an image, or the frames of a video."""
     rng, shape = np.random.default_rng(size), (num_frames or 1, size[1], size[0], 3)
     frames = [Image.fromarray(frame) for frame in rng.integers(0, 256, shape, dtype=np.uint8)]
     return frames[0] if num_frames is None else frames
 
 
 def _image_processor(plan: ModelPlan, images: ReadyImageOptions):
-    """The image processor that transformers opens from the model's folder; where flags change the sizes of images, from
-    the files that the run will export."""
+    """Open the image processor as transformers does from the model's folder; if flags change image sizes, from the
+    files that the run will export."""
     source, options = (
         Path(plan.sources.vision_tower.path),
         {"backend": "pil", "local_files_only": True, "trust_remote_code": False},
@@ -234,9 +236,10 @@ def _compare_sizes(processor, images: ReadyImageOptions) -> None:
 
 
 def _pixels(processor, sample: LoadedSample, media: Sequence[Shown], plan: ModelPlan) -> torch.Tensor | None:
-    """(N, 3, S, S) of the image processor, or its patches (P, numbers in a patch) without padding; None of no images.
+    """Return the image processor's (N, 3, S, S), or its patches (P, numbers in a patch) without padding; None without
+    images.
 
-    Those of a video's frames are this program's, as its processor needs a package for videos.
+    A video's frames are prepared by this program, because the processor needs a package for videos.
     """
     options = {"crop_to_patches": True} if hasattr(processor, "crop_to_patches") else {}  # as InternVLProcessor does
     parts = [
@@ -249,13 +252,13 @@ def _pixels(processor, sample: LoadedSample, media: Sequence[Shown], plan: Model
 
 
 def _processed(plan: ModelPlan, tiles: torch.Tensor, layouts: list[MediaLayout]) -> torch.Tensor:
-    """This program's tiles as transformers' class takes them."""
+    """Convert this program's tiles to the input of transformers' class."""
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (plan.tower.images.mean, plan.tower.images.std))
     return plan.architecture.family.processed(plan.architecture.config, (tiles.float() / 255 - mean) / std, layouts)
 
 
 def _tiles_of(found: dict[str, torch.Tensor]) -> torch.Tensor:
-    """An image processor's pixels: (N, 3, S, S), or patches (P, numbers in a patch) without padding."""
+    """Return an image processor's pixels: (N, 3, S, S), or patches (P, numbers in a patch) without padding."""
     pixels = found["pixel_values"]
     if "image_position_ids" in found:
         pixels = pixels[found["image_position_ids"].amin(-1) >= 0]
@@ -263,7 +266,7 @@ def _tiles_of(found: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSample], pixels: list) -> Difference:
-    """The differences of a small copy."""
+    """Compute the differences of a small copy."""
     known = torch.cat([sample.input_ids for sample in samples]).unique()  # image features, IMAGE_TOKEN_INDEX, first
     samples = [_renumbered(sample, known) for sample in samples]
     ready, text = _small(plan, len(known) + 1)
@@ -304,14 +307,14 @@ def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSam
 
 
 def _small(plan: ModelPlan, vocab_size: int) -> tuple[ReadyModel, PreTrainedConfig]:
-    """The configuration of a small copy, and its language model's. Token 0 is the image's."""
+    """Return the configuration of a small copy, and its language model's. Token 0 is the image's."""
     vision: ReadyVision = plan.tower
     config = copy.deepcopy(vision.architecture.config)
     text = small_copy(plan.text_config, twice=vision.has_image_blocks)
     text.vocab_size = vocab_size
     if has_layer_embeddings(text):
         text.vocab_size_per_layer_input = vocab_size
-    text.pad_token_id = vocab_size - 1  # its row has no gradient, and no sample has it
+    text.pad_token_id = vocab_size - 1  # its row has no gradient, and samples never contain it
     config.text_config, config.image_token_id = text, 0
     if hasattr(config, "video_token_id"):
         config.video_token_id = vocab_size - 1
@@ -320,7 +323,7 @@ def _small(plan: ModelPlan, vocab_size: int) -> tuple[ReadyModel, PreTrainedConf
 
 
 def _renumbered(sample: LoadedSample, known: torch.Tensor) -> LoadedSample:
-    """A sample with ids from 1 on, so that the copy needs a row for each of its own only."""
+    """Renumber a sample's ids from 1 on, so that the copy needs rows only for these."""
     ids = torch.searchsorted(known, sample.input_ids)
     labels = torch.where(sample.labels == IGNORE_INDEX, IGNORE_INDEX, torch.searchsorted(known, sample.labels))
     is_image = sample.input_ids == IMAGE_TOKEN_INDEX
@@ -330,8 +333,8 @@ def _renumbered(sample: LoadedSample, known: torch.Tensor) -> LoadedSample:
 def _one_by_one(
     outer: nn.Module, family: ReadyFamily, samples: list[LoadedSample], pixels: list[torch.Tensor | None]
 ) -> tuple[torch.Tensor, float, float]:
-    """Return transformers' logits (S, V) before all targets, the summed loss and the largest logit. The loss's
-    gradients are left in the parameters."""
+    """Return transformers' logits (S, V) before all targets, the summed loss and the largest logit. Leaves the loss's
+    gradients in the parameters."""
     found, total, largest = [], 0.0, 0.0
     for sample, shown in zip(samples, pixels):
         is_image = (sample.input_ids == IMAGE_TOKEN_INDEX)[None]
@@ -354,7 +357,7 @@ def _at_targets(model: LlavaModel, batch: Batch) -> torch.Tensor:
 
 
 def _worst_gradient(model: LlavaModel, given: dict[str, nn.Parameter], names: ReadyNames) -> tuple[float, str]:
-    """The largest difference of a parameter's gradient relative to its norm, and the parameter."""
+    """Return the largest difference of a parameter's gradient relative to its norm, and the parameter."""
     pairs = {name: (p.grad, given[names.from_part(name)].grad) for name, p in model.named_parameters()}
     missing = [name for name, (own, other) in pairs.items() if (own is None) != (other is None)]
     if missing:

@@ -59,7 +59,7 @@ class ReadyVision:
 
     @property
     def mlp_width(self) -> int:
-        """Width of the MLPs in them."""
+        """Width of the MLPs in these layers."""
         return self.architecture.family.tower_widths(self.config)[1]
 
     @property
@@ -89,7 +89,7 @@ class ReadyVision:
 
     @property
     def blocks_need_windows(self) -> bool:
-        """True if they do so in layers with a window only."""
+        """True if they attend to each other only in layers with a window."""
         return self.architecture.family.blocks_need_windows
 
     @property

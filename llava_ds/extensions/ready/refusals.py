@@ -19,7 +19,7 @@ def ready_problems(args: Arguments, kind: str) -> list[str]:
     problems = expert_problems(args)
     if given:
         problems.append(
-            f"{', '.join(f'--{name}' for name in given)}: {kind} has its own files on how images and conversations are "
+            f"{', '.join(f'--{name}' for name in given)}: the files of {kind} define how images and conversations are "
             "prepared: leave them out"
         )
     return problems
@@ -27,5 +27,5 @@ def ready_problems(args: Arguments, kind: str) -> list[str]:
 
 def expert_problems(args: Arguments) -> list[str]:
     """Return a line for every feature that puts experts into the model."""
-    needs = {"routerless_mlps": "others are not tried with it"}
+    needs = {"routerless_mlps": "others are untested with it"}
     return clashes([*features(args), Feature("a ready model", needs)])

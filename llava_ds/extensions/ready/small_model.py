@@ -1,4 +1,4 @@
-"""Write what make ready starts from: python -m llava_ds.extensions.ready.small_model FOLDER --seed 0
+"""Write the start of `make ready`: python -m llava_ds.extensions.ready.small_model FOLDER --seed 0
 
 FOLDER/model: a Qwen3-VL of random weights, like a published folder: transformers' class, configuration, chat template
 and processor's files. Its tokenizer is learned from the generated scenes (llava_ds/tiny), which are written if they are

@@ -71,7 +71,7 @@ class ReadyNames:
         raise KeyError(name)
 
     def renames(self) -> dict[str, Callable[[str], str | None]]:
-        """Return for each part a function from names on disk to the part's names."""
+        """Return, per part, a function that maps names on disk to the part's names."""
         found: dict[str, dict[str, str]] = {"vision_tower": {}, "projector": {}, "language_model": {}}
         for on_disk, in_memory in self._known.items():
             if (place := self.part_of(in_memory)) is not None:

@@ -42,7 +42,7 @@ def eval_loss(
     for micro in micro_batches(dataset, of_ranks[mesh.dp_rank], num_workers, engine.device, mesh):
         with queuing():
             loss = runner.forward(engine, micro.batch, objective.forward)
-        if loss is None:  # another rank has it
+        if loss is None:  # None: another rank has the loss
             loss = unseen(objective, engine.device)
         if not runner.every_rank_sees:
             check_metrics(objective, [loss])
@@ -64,7 +64,7 @@ def eval_loss(
 
 
 def numbers_of(plan: Plan) -> list[str]:
-    """List the names of the numbers that a run's evaluations report."""
+    """Return the names of the numbers that a run's evaluations report."""
     eval_set, known = plan.evals.eval_set, [name for own in plan.own.values() for name in getattr(own, "numbers", ())]
     if eval_set is not None:
         known += ["loss", *plan.args.traits.metrics]
@@ -96,7 +96,7 @@ class Evaluation:
         self._precision = plan.resolved.autocast(ranks.device)
         self._num_workers, self._eval_set = args.data.dataloader_num_workers, plan.evals.eval_set
         self.log = Evals(plan.output_dir, plan.resumed_step, ranks, trackers)
-        self._num_steps, self._last_s = num_steps, 0.0  # seconds of the last evaluation
+        self._num_steps, self._last_s = num_steps, 0.0  # duration of the last evaluation
         self.measures: list[Measure] = [*own]
 
     def is_due(self, step: int, last: bool) -> bool:
@@ -104,7 +104,7 @@ class Evaluation:
         return self._measures(step, last) or any(each.is_due(step, last) for each in self.measures)
 
     def was_missed(self, step: int, last: bool) -> bool:
-        """True if an evaluation was due at the resumed step, but not done before the stop. Collective."""
+        """Return True if an evaluation was due at the resumed step, but the run stopped before it. Collective."""
 
         def was_done() -> bool:
             return self.log.has(step) or any(each.was_done(step) for each in self.measures)
@@ -159,7 +159,7 @@ class Evaluate(Hook):
     """Runs the evaluation when due."""
 
     def begin(self) -> None:
-        """Make up for an evaluation that the previous start had no time for before its stop."""
+        """Make up for an evaluation that the previous start skipped because of its stop."""
         state, evaluation = self.session.state, self.session.evaluation
         finished = state.step == self.session.plan.steps.num_steps
         if state.step and evaluation.was_missed(state.step, finished):
@@ -181,5 +181,5 @@ class Evaluate(Hook):
 
 
 def is_at(step: int, every: int | None, last: bool) -> bool:
-    """True at every `every` steps (None: only at the last), and at the last."""
+    """True at every `every` steps (None: only at the last step), and at the last step."""
     return last or (every is not None and step % every == 0)

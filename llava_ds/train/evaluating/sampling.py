@@ -20,8 +20,8 @@ from llava_ds.runtime.waiting import waiting
 
 @dataclass(frozen=True)
 class Answer:
-    """A sampled answer. ids: with the end marker, if it reached one; log_probs: of the ids; entropy: of the model's
-    distributions at the ids, in nats, summed. log_probs and entropy use the temperature, but not top_k and top_p, as in
+    """A sampled answer. ids: with the end marker, if reached; log_probs: of the ids; entropy: in nats, summed over the
+    model's distributions at the ids. log_probs and entropy use the temperature, but not top_k and top_p, as in
     training."""
 
     ids: tuple[int, ...]
@@ -45,7 +45,7 @@ class DrawRules:
     top_p: float = 1.0
 
     def room(self, prompt: LoadedSample) -> int:
-        """Return how many tokens an answer to the prompt may have."""
+        """Return the maximum number of tokens for an answer to the prompt."""
         return min(self.max_new_tokens, self.max_length - len(prompt.input_ids))
 
 
@@ -57,7 +57,7 @@ def with_answer(asked: LoadedSample, answer: Sequence[int]) -> LoadedSample:
 
 
 def numbers_for(rules: DrawRules, seed: int, step: int, sample: int, attempt: int = 0) -> np.ndarray:
-    """Return the random numbers in [0, 1) that draw the answers to a prompt in a step, (G, max_new_tokens).
+    """Return the random numbers in [0, 1) for sampling the answers to a prompt in a step, (G, max_new_tokens).
 
     They depend on the arguments alone: the number of ranks and a resume don't change them.
     """
@@ -79,7 +79,7 @@ def draw_answers(
         room = torch.tensor([rules.room(prompt) for prompt in prompts], device=device).repeat_interleave(times)
         ends = torch.tensor(rules.ends, device=device)
     going = torch.arange(len(uniform), device=device)  # unfinished answers
-    rows = going // times  # cache rows: answers that are equal so far share one
+    rows = going // times  # cache rows: answers that are equal so far share a row
     found: list[list[tuple[int, float, float]]] = [[] for _ in range(len(uniform))]
     for step in range(rules.max_new_tokens):
         tokens, log_probs, entropies = _draw(logits, rows, uniform[going, step], rules)
@@ -109,7 +109,7 @@ def draw_answers(
 
 
 def _select(cache: Cache, rows: torch.Tensor) -> None:
-    """Keep these rows of a cache, in this order. transformers does so for attention layers only."""
+    """Keep these rows of a cache, in this order; transformers can do so for attention layers only."""
     for layer in cache.layers:
         if isinstance(layer, LinearAttentionLayer):
             for states in (layer.conv_states, layer.recurrent_states):

@@ -1,4 +1,4 @@
-"""Training objectives: a summed loss per micro-batch, and its factor in the step. SFT is the plain one."""
+"""Training objectives: a summed loss per micro-batch, and its factor in the step; and the basic one, SFT."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,8 +32,8 @@ class Objective(Protocol):
     """A loss to minimise.
 
     num_sources: number of data sources; grad_ranks: the mesh's; logs_means: log the mean loss of every micro-batch;
-    probe: a head that computes as much as the loss, for a backward pass before the first step; never a Wrapped's;
-    metric_names: of the metrics of a MicroLoss, in order; only for objectives whose loss another rank may compute.
+    probe: a head that computes as much as the loss, for a backward pass before the first step (never read from a
+    Wrapped); metric_names: names of a MicroLoss's metrics, in order, needed if another rank may compute the loss.
     """
 
     num_sources: int
@@ -100,14 +100,14 @@ class SFT:
 
 
 def check_metrics(objective: Objective, seen: Sequence[MicroLoss]) -> None:
-    """Raise ConfigError if ranks that don't compute the loss would sum other metrics, and wait for ever."""
+    """Raise ConfigError if ranks that don't compute the loss would sum other metrics, and so wait forever."""
     for micro in seen:
         if list(micro.metrics) == list(objective.metric_names):
             continue
         raise ConfigError(
             f"{type(objective).__name__}.forward() returned the metrics {list(micro.metrics)}, but its metric_names "
-            f"are {list(objective.metric_names)}, by which ranks that don't compute the loss take part in their sum: "
-            "list the same names"
+            f"are {list(objective.metric_names)}, needed by ranks that sum them without computing the loss: list the "
+            "same names"
         )
 
 

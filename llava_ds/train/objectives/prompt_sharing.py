@@ -1,4 +1,4 @@
-"""Whether answers to the same prompt may share its computation."""
+"""Decide if answers to the same prompt may share its computation."""
 
 from collections.abc import Iterable
 

@@ -21,7 +21,7 @@ def arguments(*flags: str):
         (8, 2, 4, 1, None),
         (8, 2, 1, 4, None),
         (6, 1, 1, 4, "--pipeline_parallel_size 4 does not divide 6 ranks: give one of 1, 2, 3, 6, or start another"),
-        (4, 4, 1, 2, "--sequence_parallel_size 4 times --pipeline_parallel_size 2 is 8; this does not divide 4 ranks"),
+        (4, 4, 1, 2, "--sequence_parallel_size 4 times --pipeline_parallel_size 2 is 8 and does not divide 4 ranks"),
         (6, 4, 1, 1, "--sequence_parallel_size 4 does not divide 6 ranks: give one of 1, 2, 3, 6, or start another"),
         (6, 1, 4, 1, "--tensor_parallel_size 4 does not divide 6 ranks: give one of 1, 2, 3, 6, or start another"),
         (
@@ -29,7 +29,7 @@ def arguments(*flags: str):
             2,
             2,
             1,
-            "2 times --tensor_parallel_size 2 is 4; this does not divide 2 ranks: give one of 1 x 1, 1 x 2, 2",
+            "2 times --tensor_parallel_size 2 is 4 and does not divide 2 ranks: give one of 1 x 1, 1 x 2, 2",
         ),
     ],
 )

@@ -128,7 +128,7 @@ def test_the_script_goes_on_where_it_was_broken_off_and_leaves_the_same_files(mo
     surest = max(row["logprob"] for row in rows)
     shown = next(row for row in rows if row["logprob"] == surest)
     assert f'expected "{shown["reference"]}"' in printed.split("most confident first:\n")[1].splitlines()[0]
-    assert "questions are later turns, asked with the true earlier answers before them" in printed
+    assert "questions are later turns, asked after the true earlier answers" in printed
     assert (
         "blank image: every image replaced by a plain colour" in printed
         and "without picture: no image and no image mark" in printed
@@ -223,7 +223,7 @@ def test_damaged_answers_are_said_and_asked_again(tmp_path, capsys):
     (store.partial / "with-other-name.jsonl").write_text("somebody else's")
     store, attempt = store_of(tmp_path)
     assert attempt == 4 and answered(store, MAIN, 3, RANKS) == {0: Answer("zero", -1, 3), 2: Answer("two", -1, 3)}
-    assert "7 of 9 lines are damaged; their questions are asked again" in capsys.readouterr().out
+    assert "7 of 9 lines are damaged; their questions will be answered again" in capsys.readouterr().out
     store.answers_file(MAIN).write_text('{"text": "a"}\nb\n{"text": "c"}\n')
     assert answered(store, MAIN, 3, RANKS) == {0: Answer("zero", -1, 3), 2: Answer("two", -1, 3)}
 

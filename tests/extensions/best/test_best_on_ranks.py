@@ -71,7 +71,7 @@ def test_the_last_checkpoints_can_be_averaged(folder, stage, tmp_path):
     several, found = [load_file(tmp_path / str(i) / "model.safetensors") for i in range(3)], tmp_path / "mean"
     for key, weight in load_file(found / "model.safetensors").items():
         assert torch.allclose(weight, sum(each[key] for each in several) / 3, atol=1e-7), key
-    with pytest.raises(ConfigError, match="and the checkpoints before it are 20: give at most that many"):
+    with pytest.raises(ConfigError, match="checkpoints exist up to 20: give at most that many"):
         run_script("export.py", newest[0], "--average", 21, "--output_dir", tmp_path / "none")
     with pytest.raises(ConfigError, match="--average 2 needs a checkpoint, but SOURCE is none"):
         run_script("export.py", found, "--average", 2, "--output_dir", tmp_path / "none")

@@ -440,7 +440,7 @@ def test_ranks_that_share_a_model_answer_together(folder, tmp_path):
             stream = create(messages=[message], stream=True)
             next(iter(stream))
             stream.close()  # both ranks end the answer, and take the next question
-        assert "cut over 2 ranks" in (tmp_path / "log").read_text()
+        assert "sharded over 2 ranks" in (tmp_path / "log").read_text()
         children = psutil.Process(server.pid).children(recursive=True)
         server.send_signal(signal.SIGTERM)
         server.wait(60)

@@ -108,7 +108,9 @@ def test_what_can_not_be_cut_or_run_is_refused(toy, tmp_path, monkeypatch):
         load_for_inference(toy, EngineOptions("deepspeed"), three)
     two = Ranks(0, 0, 2, torch.device("cpu"))
     phi3 = exported(tmp_path / "phi3", toys.write_base(tmp_path / "base", family="phi3"))
-    with pytest.raises(ConfigError, match=r"is a phi3, and DeepSpeed cuts llama, mistral,.*: start one rank, or give"):
+    with pytest.raises(
+        ConfigError, match=r"is a phi3, and DeepSpeed shards llama, mistral,.*: start one rank, or give"
+    ):
         load_for_inference(phi3, EngineOptions("deepspeed"), two)
     for offload in ("none", "cpu"):
         options = EngineOptions("deepspeed", offload, dtype="float16")
@@ -192,7 +194,7 @@ def test_the_script_on_two_ranks_says_what_one_process_says(toy, data):
     done = launch(2, chat, *flags, "--image", picture, "--question", text)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == answer(load_model(toy), [asked], max_new_tokens=6)[0]
-    assert "cut over 2 ranks" in done.stderr and "tokens/s" in done.stderr
+    assert "sharded over 2 ranks" in done.stderr and "tokens/s" in done.stderr
     done = launch(2, chat, *flags, "--image", "nowhere.png", "--question", text)
     assert done.returncode == 2 and "nowhere.png" in done.stderr and "Traceback" not in done.stderr
 

@@ -98,7 +98,7 @@ def test_what_is_not_there_and_what_is_not_needed_is_said(toy, tmp_path):
         (tmp_path, {}, ConfigError, "contains no exported model"),
         (tmp_path / "bert", {}, ConfigError, "its model_type is 'bert', expected llava or"),
         (tmp_path / "torn", {}, DataError, "torn can't be used"),
-        (toy["hf"], tower, ConfigError, "--vision_tower: .*hf has all that it needs"),
+        (toy["hf"], tower, ConfigError, "--vision_tower: .*hf is complete"),
         (
             toy["llava"],
             {**tower, "model_name_or_path": "x"},

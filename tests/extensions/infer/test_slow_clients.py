@@ -157,7 +157,7 @@ def test_text_that_no_context_holds_is_refused_before_it_is_tokenized(address):
     with connection(address, head(f"Content-Length: {len(body)}", "Connection: close") + body) as client:
         error = json.loads(received(client).partition(b"\r\n\r\n")[2])["error"]
     assert error == {
-        "message": "the messages have 1,200 characters, and the model has positions for 1,000 at most: send less",
+        "message": "the messages have 1,200 characters, but the model has positions for 1,000 at most: send fewer",
         "type": "invalid_request_error",
         "param": "messages",
         "code": "context_length_exceeded",

@@ -95,7 +95,9 @@ def test_the_base_is_the_one_that_the_adapter_names_unless_a_flag_does(base, tmp
     assert args.model.model_base == base["model_name_or_path"]
     name = "model.layers.0.self_attn.q_proj.weight"
     torch.testing.assert_close(dict(model.language_model.named_parameters())[name], merged[name])
-    with pytest.raises(ConfigError, match=r"is itself a LoRA adapter: .* Continue it by --lora_weight_path .* over"):
+    with pytest.raises(
+        ConfigError, match=r"is a LoRA adapter itself, .* Continue training it with --lora_weight_path .* over"
+    ):
         opened({**flags, "lora_enable": True})
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = "lmsys/vicuna-7b-v1.5"
@@ -172,7 +174,7 @@ def test_what_lies_beside_an_adapter_wins_over_the_base(base, tmp_path):
         ({"peft_type": "IA3"}, "describes a IA3 adapter, expected LORA"),
         ({"use_qalora": True}, "says use_qalora, but that can't be merged here: merge the adapter with peft"),
         ({"fan_in_fan_out": True}, "says fan_in_fan_out, but that can't be merged here"),
-        ({"lora_alpha": None}, "can't be read as settings of LoRA"),
+        ({"lora_alpha": None}, "is not a valid LoRA configuration"),
     ],
 )
 def test_other_kinds_of_adapters_are_refused(changed, expected, base, tmp_path):
@@ -212,7 +214,7 @@ def test_patterns_that_name_no_layers_are_refused(patterns, expected, base, tmp_
     write_adapter(tmp_path, language_model(base))
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "alpha_pattern": patterns}))
-    with pytest.raises(ConfigError, match=rf"can't be read as settings of LoRA \(.*{re.escape(expected)}"):
+    with pytest.raises(ConfigError, match=rf"is not a valid LoRA configuration \(.*{re.escape(expected)}"):
         read_adapter(tmp_path)
 
 

@@ -84,5 +84,5 @@ def test_what_cannot_be_merged_by_weight_is_refused(made, tmp_path):
         run_script("export.py", folders[0], "--adapter_weights", 1)
     elsewhere = toys.write_base(tmp_path / "elsewhere", seed=3)
     write_adapter(tmp_path / "third", elsewhere, 2)
-    with pytest.raises(ConfigError, match="third has another base model than"):
+    with pytest.raises(ConfigError, match="third has a different base model from"):
         merged(made, tmp_path / "out", "--adapters", tmp_path / "third")

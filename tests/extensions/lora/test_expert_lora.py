@@ -138,7 +138,7 @@ def test_experts_get_lora_by_name_alone(base):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"lora_dropout": 0.1}, r"--lora_dropout 0\.1: model\.layers\.\d\.mlp\.experts\.\w+_proj is a tensor of all"),
+        ({"lora_dropout": 0.1}, r"--lora_dropout 0\.1: the tensor model\.layers\.\d\.mlp\.experts\.\w+_proj holds all"),
         ({"use_dora": True}, "--use_dora: .* which peft has no DoRA for: leave the flag out, or leave experts out of"),
         ({"init_lora_weights": "pissa"}, "--init_lora_weights pissa: .* which peft does not decompose: give true or"),
     ],
@@ -153,7 +153,7 @@ def test_layers_that_peft_takes_for_experts_are_refused(tmp_path):
     """In a Qwen3-MoE some of whose layers have an MLP."""
     base = toys.write_base(tmp_path, family="qwen3_moe", mlp_only_layers=[0])
     for names in (None, "down_proj"):
-        with pytest.raises(ConfigError, match=r"peft takes model\.layers\.0\.mlp\.\w+_proj, a layer without experts"):
+        with pytest.raises(ConfigError, match=r"peft treats model\.layers\.0\.mlp\.\w+_proj, a layer without experts"):
             plan_model(lora_args(base, lora_target_modules=names), 512)
     plan_model(lora_args(base, lora_target_modules="q_proj,experts.down_proj"), 512)
 

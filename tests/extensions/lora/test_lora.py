@@ -192,7 +192,7 @@ def test_peft_opens_what_is_left_and_computes_the_same(base, batch, tmp_path, bi
     tensors = load_file(folder / "adapter_model.safetensors")
     tensors["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"] *= 1.01
     save_file(tensors, folder / "adapter_model.safetensors")
-    with pytest.raises(RuntimeError, match="peft computes other logits"):
+    with pytest.raises(RuntimeError, match="peft computes different logits"):
         compare_reloaded_adapter(folder, export, batch, logits)
 
 
@@ -236,7 +236,7 @@ def test_every_variant_on_every_part_is_opened_by_peft_and_merged_to_the_same(ba
     tensors = load_file(folder / "adapter_model.safetensors")
     changed = next(name for name in tensors if "vision_tower" in name and "lora_B" in name)
     save_file({**tensors, changed: tensors[changed] * 2}, folder / "adapter_model.safetensors")
-    with pytest.raises(RuntimeError, match="peft computes other logits"):
+    with pytest.raises(RuntimeError, match="peft computes different logits"):
         compare_reloaded_adapter(folder, export, batch, logits)
     plain.load_state_dict(merged_tensors(model, plan, args), strict=False)
     assert (logits_of(plain, batch) - logits).abs().max() < 2e-5 * logits.abs().max()
@@ -262,11 +262,11 @@ def test_a_model_that_lora_took_parts_of_starts_again_from_them(base, batch, tmp
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"lora_target_modules": "q_prj"}, r"q_prj is the end of no layer's name: layers are called .*q_proj"),
+        ({"lora_target_modules": "q_prj"}, r"no layer's name ends in q_prj: layers are called .*q_proj"),
         ({"lora_target_modules": "q.*"}, r"q\.\* matches no layer's whole name"),
         ({"lora_target_modules": "fc1"}, "no layer of language gets LoRA: leave it out, or name some of its linear"),
         ({"lora_rank_pattern": '{"fc1": 2}', "lora_modules": "language"}, "fc1 matches no layer"),
-        ({"modules_to_save": "nor"}, "--modules_to_save: nor is the end of no module's name"),
+        ({"modules_to_save": "nor"}, "--modules_to_save: no module's name ends in nor"),
         ({"init_lora_weights": "olora", "lora_r": 17}, "a matrix of rank 16, and LoRA's rank is 17: give less by"),
         ({"modules_to_save": "up_proj", "bits": 4}, "--modules_to_save up_proj can't be used with --bits 4"),
     ],
@@ -478,7 +478,7 @@ def test_a_tower_that_trained_beside_an_adapter_is_left_with_it_and_started_from
         ({"use_dora": True}, {}, "was trained with use_dora True, but --use_dora is False: give --use_dora True"),
         ({"rank_pattern": {"q_proj": 2}}, {}, r"rank_pattern '{\"q_proj\": 2}', but --lora_rank_pattern is None"),
         ({"use_qalora": True}, {}, "was trained with use_qalora True, but that is not supported"),
-        ({"peft_type": "IA3"}, {}, "holds an adapter of kind IA3"),
+        ({"peft_type": "IA3"}, {}, "has an adapter of type IA3"),
         (None, {}, "adapter_config.json can't be read"),
     ],
 )
@@ -583,7 +583,7 @@ def test_a_weight_that_is_not_quantized_right_is_seen_at_once(base, monkeypatch,
 def test_weights_of_an_odd_number_are_not_packed_in_pairs():
     pytest.importorskip("bitsandbytes")
     model = nn.ModuleDict({"odd": nn.Linear(3, 3)})
-    with pytest.raises(ConfigError, match="--bits 4: odd has 3 x 3 weights, and an odd number"):
+    with pytest.raises(ConfigError, match="--bits 4: odd has 3 x 3 weights, but an odd number"):
         quantize.quantize_layers(model, ["odd"], lora.own(lora_args(bits=4)), torch.float32)
 
 

@@ -105,7 +105,7 @@ def test_the_recipe_of_7b_has_the_values_of_llavas_script(lora_script):
         ("--lora_enable True --lora_modules tower", "--lora_modules names 'tower', an unknown part: choose from"),
         (
             "--lora_enable True --lora_modules vision --unfreeze_mm_vision_tower True",
-            "--unfreeze_mm_vision_tower True and --lora_modules vision both say how the tower trains: give one",
+            "--unfreeze_mm_vision_tower True and --lora_modules vision both define how the tower trains: give one",
         ),
         (
             "--lora_enable True --lora_rank_pattern q_proj",
@@ -121,14 +121,17 @@ def test_the_recipe_of_7b_has_the_values_of_llavas_script(lora_script):
             "--lora_enable True --init_lora_weights eva",
             "--init_lora_weights eva is unknown: give true, gaussian, olora",
         ),
-        ("--lora_enable True --init_lora_weights pissa --bits 4", "with --bits 4: packed weights can't lose a part"),
+        (
+            "--lora_enable True --init_lora_weights pissa --bits 4",
+            "with --bits 4: nothing can be subtracted from packed weights",
+        ),
         ("--lora_enable True --init_lora_weights olora --lora_weight_path .", "both initialize LoRA, give one of"),
         ("--lora_enable True --use_dora True --bits 8", "--use_dora True can't be used with --bits 8"),
         (
             "--lora_enable True --bits 4 --lora_modules vision",
             "leave out --lora_modules vision, or name language in it",
         ),
-        ("--lora_enable True --bits 4 --lora_target_modules q_proj", "beside each: leave out --lora_target_modules"),
+        ("--lora_enable True --bits 4 --lora_target_modules q_proj", "each with LoRA: leave out --lora_target_modules"),
         ("--unfreeze_topk_vision 2 --lora_enable True", "can't be used with --lora_enable: name the layers by"),
         ("--use_dora True", "--use_dora without --lora_enable would train the whole language model"),
         ("--lora_r 8 --lora_alpha 8", "--lora_r, --lora_alpha without --lora_enable would train the whole language"),
@@ -204,7 +207,7 @@ def test_all_linear_stands_alone(words):
     ("flags", "message"),
     [
         ("--tune_mm_mlp True", "but --tune_mm_llm freezes it: choose one"),
-        ("--resize_token_embeddings True", "can't be used with --lora_enable: the adapter would open over no folder"),
+        ("--resize_token_embeddings True", "can't be used with --lora_enable: the adapter would fit no folder"),
     ],
 )
 def test_other_flags_that_it_does_not_go_with(flags, message):
@@ -238,7 +241,7 @@ QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "s
 @pytest.mark.parametrize(
     ("zero", "bits", "problem"),
     [
-        ({"stage": 3}, 8, "--bits 8 at stage 3: bitsandbytes keeps a hold of every whole 8-bit weight"),
+        ({"stage": 3}, 8, "--bits 8 at stage 3: bitsandbytes keeps every whole 8-bit weight"),
         ({"stage": 2}, 8, None),
         ({"stage": 3}, 4, None),
         *(({"stage": 3, key: True}, 4, f"zero_optimization.{key} is true and computes") for key in QUANTIZED),

@@ -74,7 +74,7 @@ def test_a_line_says_why_samples_are_computed_one_by_one(config, monkeypatch):
         delta_net.missing_kernels.cache_clear()
         return delta_net.delta_net_report(config, device, dtype)
 
-    begin = "Gated DeltaNet: sample by sample, all else packed (kernels "
+    begin = "Gated DeltaNet: sample by sample, everything else packed (kernels "
     assert line(CPU, torch.bfloat16) == f"{begin}need a CUDA device, this is cpu)"
     assert line(CUDA, torch.float32) == f"{begin}compute in half precision only, not in float32)"
     monkeypatch.setitem(sys.modules, "causal_conv1d", ModuleType("causal_conv1d"))

@@ -204,7 +204,7 @@ def test_of_templates_by_name_the_default_is_taken_as_by_transformers(tmp_path, 
     assert theirs == plan_model(ModelArguments(**flags, version="processor"), 512).tokenizer.chat_template
     assert theirs == named["default"] and line_of(tmp_path) == ""
     for wrong, message in (
-        ({"tool_use": text}, f"{file} has the chat templates 'tool_use', and none named 'default': give"),
+        ({"tool_use": text}, f"{file} has the chat templates 'tool_use', but none is named 'default': rename"),
         ({"default": 3}, rf"{file} says chat_template .*, expected a text, or texts by name"),
         ([{"name": "default", "template": text}], rf"{file} says chat_template .*, expected a text"),
     ):
@@ -216,7 +216,7 @@ def test_of_templates_by_name_the_default_is_taken_as_by_transformers(tmp_path, 
 def test_a_model_for_sounds_is_not_opened(tmp_path):
     write_ready(tmp_path, "gemma3")
     change(tmp_path / WHOLE, audio_tokenizer={"audio_tokenizer_class": "DacModel", "audio_tokenizer_name_or_path": "x"})
-    with pytest.raises(ConfigError, match=r"brings a model for sounds \(audio_tokenizer\), not supported here"):
+    with pytest.raises(ConfigError, match=r"has a model for sounds \(audio_tokenizer\), not supported here"):
         processor_template(tmp_path, "--flag")
 
 

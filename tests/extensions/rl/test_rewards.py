@@ -139,7 +139,7 @@ def test_a_function_gets_the_columns_that_it_names(tmp_path, header):
     [mine, every] = open_rewards(f"{tmp_path}/mine.py:f,{tmp_path}/mine.py:every", None)
     assert mine.of_all(answers) == [1, 0, 0]  # None where a record lacks the column
     assert every.of_all(answers) == [6, 6, 6]
-    with pytest.raises(DataError, match=r"has the parameter 'solution', but there is no such list or column.*, ids"):
+    with pytest.raises(DataError, match=r"has the parameter 'solution', but no list or column.*, ids"):
         mine.of_all([Completion("?", "3", "x", "a", 1, 9)] * 2)
 
 

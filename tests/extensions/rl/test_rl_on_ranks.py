@@ -161,7 +161,7 @@ def test_other_columns_of_the_records_reach_the_function(folder, given):
     assert done.returncode == 0, done.stdout + done.stderr
     assert read_metrics(folder / "columns" / "metrics.jsonl")[0]["rewards/half/mean"] > 0
     done = launch(1, ROOT / "run" / "rl.py", *command_line(flags_of(folder, given, "none", 2, **functions)))
-    assert "half has the parameter 'solution', but there is no such list or column" in done.stdout + done.stderr
+    assert "half has the parameter 'solution', but no list or column" in done.stdout + done.stderr
 
 
 @pytest.mark.full

@@ -19,7 +19,7 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
     expect(images, do_resize=True, do_rescale=True, do_normalize=True, do_convert_rgb=True, do_pan_and_scan=False)
     vision, features = config.vision_config, config.mm_tokens_per_image
     if config.text_config.use_bidirectional_attention:
-        raise ValueError("its text_config says use_bidirectional_attention: all of its tokens see each other")
+        raise ValueError("its text_config says use_bidirectional_attention: all of its tokens attend to each other")
     if vision.model_type != "siglip_vision_model":
         raise ValueError(f"its vision_config is a {vision.model_type}, expected a siglip_vision_model")
     if vision.vision_use_head:

@@ -28,7 +28,7 @@ from llava_ds.extensions.ready.family import ReadyFamily, TileSpec, shrink
 
 
 class _Packed:
-    """Layers changed to keep the samples of a pack apart. library: transformers' module of the layers."""
+    """Base of layers changed to keep the samples of a pack apart. library: transformers' module of the layers."""
 
     library: ModuleType
 
