@@ -78,7 +78,7 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.port is not None and not (args.web or args.serve):
         raise ConfigError("--port needs --web or --serve: give one of these, or leave it out")
     if args.serve and given:
-        raise ConfigError(f"{', '.join(given)}: with --serve requests bring it, leave it out")
+        raise ConfigError(f"{', '.join(given)}: with --serve, requests set it: leave it out")
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def flops_of_model(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, 
 
 def _times(passes: float, trains: float) -> float:
     """FLOPs per weight and token: forward, the input's gradient and the weight's own. passes, trains: shares of the
-    weights with these gradients."""
+    weights that get the second and the third."""
     return 2 + 2 * passes + 2 * trains
 
 

@@ -57,7 +57,7 @@ def test_new_tokens_are_the_last_and_their_rows_the_mean(flags, tokens, base, ca
     for module, name in ((text.model.embed_tokens, "model.embed_tokens.weight"), (text.lm_head, "lm_head.weight")):
         torch.testing.assert_close(module.weight, llavas_rows(before[name], length + len(tokens), len(tokens)))
         assert torch.equal(module.weight[:length], before[name])
-    rows = f"{length + len(tokens)} rows of vocabulary, the last for {', '.join(tokens)}, as the mean of the others"
+    rows = f"{length + len(tokens)} rows of vocabulary, the last for {', '.join(tokens)}, set to the mean of the others"
     assert rows in capsys.readouterr().out
 
 
@@ -176,7 +176,7 @@ def test_rows_grow_for_added_tokens(tmp_path, family, multiple, capsys):
         f"--resize_token_embeddings True: {rows} rows of embedding and output layer{padded}, {old} before; the "
         f"tokenizer needs {old + 3}; new rows start as the mean of the others"
     )
-    assert f"{rows} rows of vocabulary, the last {rows - old} of them new, as the mean" in capsys.readouterr().out
+    assert f"{rows} rows of vocabulary, the last {rows - old} of them new, set to the mean" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("family", ["smolvlm", "gemma3", "gemma4_e", "qwen2_vl", "internvl"])

@@ -18,7 +18,7 @@ def _convert(text: str, found: dict) -> str:
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):
-        return text  # to_sample gives the reason
+        return text  # to_sample reports the reason
     if not isinstance(record, dict):
         return text
     for name, fields in found.items():

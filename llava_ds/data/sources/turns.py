@@ -33,7 +33,7 @@ ROLES = {
     "function_call": "call",
     "tool_call": "call",
 }
-_TEXT_KEYS = (("from", "value"), ("role", "content"))  # LLaVA and ShareGPT; OpenAI
+_TEXT_KEYS = (("from", "value"), ("role", "content"))  # LLaVA's and ShareGPT's names; OpenAI's
 
 IMAGE_MARK = Mark("image")
 # A mark and the backslashes before it. An odd number makes the mark plain text; a pair is one backslash.

@@ -55,8 +55,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--model-path",
         type=given_path,
         default="output/tiny-finetune",
-        help="exported folder, checkpoint-<step>, any folder of transformers' Llava or in LLaVA's format, or LoRA over "
-        "one (default: %(default)s)",
+        help="exported folder, checkpoint-<step>, folder in transformers' Llava format or LLaVA's, or a LoRA adapter "
+        "over one (default: %(default)s)",
     )
     for name, text in MOVED_FLAGS.items():
         parser.add_argument(

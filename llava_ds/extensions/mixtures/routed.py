@@ -14,8 +14,8 @@ from llava_ds.train.objectives.objective import MicroLoss, Wrapped
 class Routed(Wrapped):
     """Adds coefficient times the routers' loss to the mean loss of a step.
 
-    The routers' loss of a micro-batch is weighted by the micro-batch's units of the objective, so it depends on which
-    samples share a micro-batch. The objective's own loss is logged unchanged.
+    The routers' loss of a micro-batch is weighted by the objective's units in it, so it depends on which samples share
+    a micro-batch. The objective's own loss is logged unchanged.
     """
 
     routers: Routers | Gates

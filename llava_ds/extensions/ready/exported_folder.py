@@ -44,7 +44,7 @@ NOT_COPIED = ("config.json", "adapter_config.json", *SETTINGS_FILES, *TEMPLATE_F
 
 
 def ready_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """Return the entries by their names in the source folder, with experts transposed like there.
+    """Return the entries by their names in the source folder, with experts transposed as in that folder.
 
     Tensors that never train, and parts that images don't use, are added from that folder.
     """

@@ -80,7 +80,7 @@ class StreamedDataset(EncodedDataset):
 
     @property
     def rows(self) -> Sequence[int]:
-        """Each sample's record, in order."""
+        """Return the index of each sample's record, in order."""
         return self._rows
 
     @property

@@ -86,9 +86,9 @@ class Resized:
                 )
         each = rows.names & set(below.shapes)
         self._check_before(each - set(rows.layers))
-        added = f", the last for {', '.join(rows.new)}, as the mean of the others" if rows.new else ""
+        added = f", the last for {', '.join(rows.new)}, set to the mean of the others" if rows.new else ""
         if rows.before is not None:
-            added = f", the last {rows.total - rows.before:,} of them new, as the mean of the others"
+            added = f", the last {rows.total - rows.before:,} of them new, set to the mean of the others"
         if self._learned is not None:
             added += f", but {NUM_MARKS} in the embedding from {learned.path}"
         self.notes = (*below.notes, f"{rows.total:,} rows of vocabulary{added}")

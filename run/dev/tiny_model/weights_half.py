@@ -1,4 +1,4 @@
-"""Write a small model's weights in half precision, in the Hugging Face layout with their old names."""
+"""Write a small model's weights in half precision, under the old names of the Hugging Face layout."""
 
 import json
 

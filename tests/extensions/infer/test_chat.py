@@ -183,7 +183,7 @@ def test_the_script(folder, pictures, monkeypatch, capsys):
         (["--top_p", "0"], "--top_p is 0: give a value above 0"),
         (["--temperature", "inf", "--seed", str(2**63)], r"--temperature is inf: .*\n--seed is 9223372036854775808"),
         (["--web", "--image", "x.png"], "--image, --question: with --web it is given on the page"),
-        (["--serve"], "--question: with --serve requests bring it"),
+        (["--serve"], "--question: with --serve, requests set it"),
         (["--serve", "--web"], "--web and --serve: give one, and"),
         (["--offload", "cpu"], "--offload cpu is DeepSpeed's"),
         (["--engine", "deepspeed", "--offload", "nvme"], "needs --offload_path"),
