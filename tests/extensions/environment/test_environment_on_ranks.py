@@ -112,7 +112,7 @@ class Later:
 
     def step(self, answer):
         import os
-        if os.path.exists("{there}") and self.record["id"] == "s3":
+        if os.path.exists("{there}"):
             raise KeyError("lost")
         return None, float(len(answer)), True
 """
@@ -126,7 +126,8 @@ def test_an_error_ends_the_run_on_every_rank_and_it_goes_on_from_its_checkpoint(
     flags["environment"] = f"{folder}/breaks.py:Later"
     done = launch(2, ROOT / "run" / "rl.py", *command_line(flags))
     said = done.stdout + done.stderr
-    assert done.returncode == 2 and said.count("record 's3', turn 1: step raised KeyError('lost')") == 1, said
+    assert done.returncode == 2 and "Later, record 's" in said, said
+    assert ", turn 1: step raised KeyError('lost')" in said
     assert there.is_dir() and "Traceback" not in said
     (folder / "breaks.py").write_text(BREAKS.format(there="/nowhere"))
     done = launch(2, ROOT / "run" / "rl.py", *command_line(flags))
