@@ -35,7 +35,7 @@ def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], str | No
         missing = [name for name in TORCH_VARIABLES if name not in environ]
         if missing:
             raise ConfigError(
-                f"RANK is set, but {', '.join(missing)} is missing: start with deepspeed, torchrun or srun, or set "
+                f"RANK is set, but not {', '.join(missing)}: start with deepspeed, torchrun or srun, or set "
                 f"all of {', '.join(TORCH_VARIABLES)}"
             )
         return {}, None

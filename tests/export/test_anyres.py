@@ -81,7 +81,7 @@ def test_transformers_computes_the_same_logits(anyres, shown):
             logits = model(batch, Logits(torch.arange(batch.input_ids.shape[1])))
         assert compare_reloaded(folder, batch, layouts, tower.mean, tower.std, logits) < 2e-5
         if one:
-            with pytest.raises(RuntimeError, match="other logits"):
+            with pytest.raises(RuntimeError, match="computes different logits"):
                 compare_reloaded(folder, batch, layouts, tower.mean + 0.2, tower.std, logits)
 
 
@@ -148,4 +148,4 @@ def test_the_newline_goes_with_the_projector_and_comes_back(anyres, tmp_path, ca
     fresh = build_model(plan_model(args, 512), args, STAGE_0, torch.float32, 1, RANKS)
     assert not torch.equal(fresh.newline.embedding, model.newline.embedding)
     assert torch.equal(fresh.projector.layers[0].weight, model.projector.layers[0].weight)
-    assert "old.bin holds no model.image_newline: the newline starts from random numbers" in capsys.readouterr().out
+    assert "old.bin has no model.image_newline: the newline starts from random numbers" in capsys.readouterr().out

@@ -46,12 +46,12 @@ def without(name: str, entries: list[Entry]) -> list[Entry]:
     [
         (
             lambda e: without("layers.0.mlp.up_proj.weight", e),
-            "1 tensors would be missing, the first is model.language",
+            "1 tensors would be missing, such as model.language",
         ),
-        (lambda e: [*e, replace(e[0], name="projector.layers.2.scale")], "1 tensors it does not know, the first is"),
+        (lambda e: [*e, replace(e[0], name="projector.layers.2.scale")], "1 tensors it does not know, such as"),
         (
             lambda e: [*without("model.norm.weight", e), Entry("language_model.model.norm.weight", (31,), e[0].read)],
-            "1 tensors would have another shape, the first is",
+            "1 tensors would have another shape, such as",
         ),
     ],
 )

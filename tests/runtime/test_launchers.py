@@ -96,7 +96,7 @@ def test_a_process_that_nothing_announces_is_alone(environ, noted):
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK is set, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT not"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK is set, but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
         ({"PMI_SIZE": "4"}, "PMI_SIZE is 4, but RANK is not set"),
         (MPI, "mpirun -x MASTER_ADDR="),
         ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID and SLURM_LOCALID not: start the script with srun"),

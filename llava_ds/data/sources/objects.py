@@ -87,7 +87,7 @@ def _images(objects: dict, num_boxes: int, num_images: int) -> list[int]:
         )
     if len(images) != num_boxes or not all(type(image) is int and 0 <= image < num_images for image in images):
         raise DataError(
-            f"has {short(images)} under 'image_id' of {OBJECTS!r}, expected an image index from 0 to {num_images - 1} "
+            f"has {short(images)} under 'image_id' of {OBJECTS!r}, expected one of its {num_images} images, from 0, "
             f"for each of its {num_boxes} boxes"
         )
     return images

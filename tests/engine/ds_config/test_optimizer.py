@@ -209,7 +209,7 @@ def test_torch_computes_adam_where_deepspeed_would_have_to_compile_it_and_can_no
     tools("g++", "ninja")
     resolved = resolve(block(name), device_type="cuda")
     assert resolved.config["optimizer"]["params"]["torch_adam"] is True
-    assert resolved.reasons["optimizer.params.torch_adam"] == "there is no nvcc; torch's computes the same"
+    assert resolved.reasons["optimizer.params.torch_adam"] == "nvcc is missing; torch's computes the same"
     assert resolve(block(name, torch_adam=False)).config["optimizer"]["params"]["torch_adam"] is False
 
 

@@ -14,7 +14,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerControl, Trainer
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.extensions.base import Asked
+from llava_ds.extensions.base import EvalMeasure
 from llava_ds.extensions.best.extension import Best, complete
 from llava_ds.extensions.best.rule import BestRule, best_rule
 
@@ -134,7 +134,7 @@ def arguments(tmp_path, **flags):
 def refused(args, sources=("a",), tasks=()) -> str:
     """What is said against a run of 100 steps."""
     evals = SimpleNamespace(eval_set=sources and SimpleNamespace(sources=sources))
-    own = {"benchmarks": Asked(None, tasks)}
+    own = {"benchmarks": EvalMeasure(None, tasks)}
     try:
         complete(SimpleNamespace(args=args, evals=evals, steps=SimpleNamespace(num_steps=100), own=own), None)
     except ConfigError as error:

@@ -322,8 +322,8 @@ BAD = [
     ({"bbox": GOOD, "ref": [3]}, "expected a name without marks"),
     ({"bbox": GOOD, "bbox_type": "xywh"}, "has the bbox_type 'xywh' in 'objects', expected real or norm1 or norm1000"),
     ({"bbox": GOOD, "image_ids": [0, 0]}, "has the key 'image_ids' in 'objects': did you mean image_id?"),
-    ({"bbox": GOOD, "image_id": [0, 1]}, "expected an image index from 0 to 2 for each of its 1 boxes"),
-    ({"bbox": GOOD, "image_id": [0]}, "expected an image index from 0 to 2 for each of its 1 boxes"),
+    ({"bbox": GOOD, "image_id": [0, 1]}, "expected one of its 1 images, from 0, for each of its 2 boxes"),
+    ({"bbox": GOOD, "image_id": [0]}, "expected one of its 1 images, from 0, for each of its 2 boxes"),
 ]
 
 
@@ -348,7 +348,7 @@ def test_marks_need_their_field_and_several_images_their_numbers(tmp_path, token
     )
     first, second, third, fourth = reasons(dataset)
     assert first.startswith("has nothing under 'objects' for the marks in its text, expected {") and "has [1]" in second
-    assert "shows 2 images, and does not say which one its boxes are on" in third
+    assert "has 2 images, and does not say which one its boxes are on" in third
     assert "one of its 0 images" in fourth
 
 

@@ -315,7 +315,7 @@ def test_a_data_uri_keeps_its_settings(folder, tmp_path):
 @pytest.mark.parametrize(
     ("family", "part", "expected"),
     [
-        ("gemma3", {"type": "image", "image": "0.png", "max_pixels": 9000}, "this model's images: its processor alone"),
+        ("gemma3", {"type": "image", "image": "0.png", "max_pixels": 9000}, "this model's images: only its processor"),
         (
             "internvl",
             {"type": "image", "image": "0.png", "resized_height": 64, "resized_width": 64},

@@ -213,5 +213,5 @@ def test_one_text_needs_no_sign_of_parts():
 
 
 def test_a_part_can_not_bring_a_noncharacter(images):
-    with pytest.raises(DataError, match=r"holds U\+FDD8, not a character"):
+    with pytest.raises(DataError, match=r"contains U\+FDD8, not a character"):
         sample_of(images, record_of([[text(f"a{PART_END}b")], ANSWER]))

@@ -280,7 +280,7 @@ def test_the_same_weights_twice_are_not_worth_a_line(shards):
     assert ignored_weights(shards) == []
     torch.save(dict(list(tensors.items())[:-1]), shards / "pytorch_model.bin")
     [clause] = ignored_weights(shards)
-    assert f"pytorch_model.bin (holds {len(tensors) - 1} tensors instead of {len(tensors)}) is ignored" in clause
+    assert f"pytorch_model.bin (has {len(tensors) - 1} tensors instead of {len(tensors)}) is ignored" in clause
     (shards / "pytorch_model.bin").write_bytes(b"cut")
     assert "pytorch_model.bin (can't be read) is ignored" in ignored_weights(shards)[0]
 

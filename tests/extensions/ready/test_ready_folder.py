@@ -140,7 +140,9 @@ def test_other_ready_models_are_refused_by_name(tmp_path, kind):
 def test_experts_without_the_extension_for_them_are_refused(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl_moe"}))
     monkeypatch.delitem(EXTENSIONS, "mixtures", raising=False)
-    with pytest.raises(ConfigError, match="is a qwen3_vl_moe, and needs llava_ds/extensions/mixtures: not found"):
+    with pytest.raises(
+        ConfigError, match="is a qwen3_vl_moe and needs llava_ds/extensions/mixtures, which was not found"
+    ):
         read_folder(str(tmp_path))
 
 

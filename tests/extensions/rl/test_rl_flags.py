@@ -72,7 +72,7 @@ def refusal(*flags: str) -> str:
         ),
         (["--objective", "grpo", "--eval_fraction", "0.1"], "--eval_fraction can't be used with --objective grpo"),
         (["--objective", "ppo"], "--objective ppo needs --reward_funcs"),
-        (["--objective", "ppo", "--beta", "1"], "grpo, not ppo: leave one of them out"),
+        (["--objective", "ppo", "--beta", "1"], "not ppo: leave one of them out"),
         (["--objective", "ppo", "--loss_type", "dapo"], "grpo, not ppo: leave one of them out"),
         (["--objective", "grpo", "--kl_ctl", "1"], "--kl_ctl belongs to --objective ppo, not grpo"),
         (["--objective", "ppo", "--dynamic_sample", "True"], "--dynamic_sample belongs to --objective grpo"),
