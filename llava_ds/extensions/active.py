@@ -318,7 +318,9 @@ def refuse_unknown(names: Iterable[str], base: type, where: str) -> None:
     for name in names:
         if not name.startswith("_") and not hasattr(base, name):
             known = [each for each in dir(base) if not each.startswith("_")]
-            raise ConfigError(f"{where}: nothing reads {name}: {_hint(name, known)}")
+            raise ConfigError(
+                f"{where}: nothing reads {name}: {_hint(name, known)} (a name of your own begins with an underscore)"
+            )
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

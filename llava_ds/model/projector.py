@@ -5,6 +5,7 @@
 import math
 import re
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -127,7 +128,9 @@ def build_projector(kind: str, tower_width: int, width: int) -> Projector:
     if kind in SIMPLE:
         return Projector(SIMPLE[kind](tower_width, width))
     if own := _own_kind(kind):
-        return Projector(nn.Sequential(OrderedDict(own=own[0].build(own[1], tower_width, width))))
+        module, stride = own[0].build(own[1], tower_width, width), square_stride(kind)
+        module.register_forward_hook(partial(_check_own_shape, kind=kind, stride=stride, width=width))
+        return Projector(nn.Sequential(OrderedDict(own=module)))
     found = _MLP.fullmatch(kind)
     if found is None:
         known = ", ".join([PROJECTOR_KINDS, *values_of("mm_projector_type")])
@@ -140,6 +143,17 @@ def build_projector(kind: str, tower_width: int, width: int) -> Projector:
     if stride == 1:
         return Projector(nn.Sequential(*layers))
     return Projector((Averaged if found[3] == "avg" else Shuffled)(stride, *layers))
+
+
+def _check_own_shape(_, inputs: tuple, output: torch.Tensor, *, kind: str, stride: int, width: int) -> None:
+    """Raise ConfigError unless an extension's projector returned (N, P / stride**2, width)."""
+    n, patches, _ = inputs[0].shape
+    expected = (n, (math.isqrt(patches) // stride) ** 2, width)
+    if tuple(output.shape) != expected:
+        raise ConfigError(
+            f"--mm_projector_type {kind}: its forward() returned the shape {tuple(output.shape)}, expected {expected}: "
+            f"{patches} patches per tile in squares of {stride} x {stride} (stride()), and the language model's width"
+        )
 
 
 def square_stride(kind: str) -> int:

@@ -14,11 +14,12 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, ConfigError
 from llava_ds.data.collate import LoadedSample, collate
+from llava_ds.extensions.plugin_slots import ProjectorKind
 from llava_ds.extensions.plugins.attention_rule import AttentionRule, segments_of
 from llava_ds.extensions.plugins.content_tokens import ContentTokens
 from llava_ds.extensions.plugins.unproven import refuse_unproven
 from llava_ds.geometry import media_layout
-from llava_ds.model import attention
+from llava_ds.model import attention, projector
 from llava_ds.model.attention import Bounds, Rule, attend
 from llava_ds.model.heads import LogProbs
 from llava_ds.model.llava import LlavaModel
@@ -235,3 +236,26 @@ def test_what_is_not_proven_is_refused_with_the_reason(family, objective, axes, 
     model = SimpleNamespace(text_config=config, architecture=None)
     with pytest.raises(ConfigError, match=reason):
         refuse_unproven("a rule of attention", SimpleNamespace(args=args, model=model), None)
+
+
+class Widths(ProjectorKind):
+    """A projector that appends tokens, or returns another width; option: which."""
+
+    def stride(self, option):
+        return 2
+
+    def build(self, option, tower_width, width):
+        class Wrong(torch.nn.Linear):
+            def forward(self, features):
+                found = super().forward(features[:, ::4])
+                return torch.cat([found, found[:, :1]], 1) if option == "tokens" else torch.cat([found, found], 2)
+
+        return Wrong(tower_width, width)
+
+
+@pytest.mark.parametrize(("option", "shape"), [("tokens", r"\(2, 5, 6\)"), ("width", r"\(2, 4, 12\)")])
+def test_a_projector_with_another_shape_is_refused(monkeypatch, option, shape):
+    monkeypatch.setattr(projector, "_own_kind", lambda kind: (Widths(), option))
+    built = projector.build_projector("own", 8, 6)
+    with pytest.raises(ConfigError, match=rf"returned the shape {shape}, expected \(2, 4, 6\): 16 patches"):
+        built(torch.zeros(2, 16, 8))
