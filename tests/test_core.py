@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 116,
-    "imported lines": 19019,
+    "imported lines": 19035,
     "files at the end": 185,
     "lines at the end": 27660,
     "feature words": 61,
     "kernel files": 39,
-    "kernel lines": 5787,
-    "all lines": 75442,
+    "kernel lines": 5801,
+    "all lines": 75458,
 }
 
 # What one reads to understand training.
