@@ -31,7 +31,7 @@ class StepResult:
     loss: torch.Tensor
     by_source: torch.Tensor
     counts: torch.Tensor
-    grad_norm: object  # the engine's learning rates: numbers, tensors, or None
+    grad_norm: object  # the engine's: a number, a tensor, or None
     skipped_steps: object  # a number or a tensor
     lr: list[float]
     num_planned: int
