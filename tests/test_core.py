@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 116,
-    "imported lines": 19035,
+    "imported lines": 19046,
     "files at the end": 185,
-    "lines at the end": 27675,
+    "lines at the end": 27715,
     "feature words": 61,
     "kernel files": 39,
-    "kernel lines": 5801,
-    "all lines": 75458,
+    "kernel lines": 5810,
+    "all lines": 75501,
 }
 
 # What one reads to understand training.

@@ -149,7 +149,11 @@ def _check_trained(engine, held: set[str]) -> None:
 def fill(
     optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor], live: Layout, pieces: Iterable[SavedPiece]
 ) -> None:
-    """Copy this rank's numbers from saved pieces into its optimizer's tensors and into new states."""
+    """Copy this rank's numbers from saved pieces into its optimizer's tensors and into new states.
+
+    tensors: from masters(); live: their layout. Raises DataError if weights are missing, ConfigError if states can't be
+    re-sharded.
+    """
     own: dict[str, list[tuple[int, Piece]]] = {}
     for index, slot in enumerate(live.slots):
         for piece in slot:

@@ -83,7 +83,11 @@ class Saver:
         self._reduction: tuple[torch.distributed.Work, torch.Tensor] | None = None
 
     def after_step(self, step: int, saves: bool, last: bool = False, keeps_all: bool = False) -> str | None:
-        """Save this step's checkpoint if `saves` is True, and commit a finished background save."""
+        """Save this step's checkpoint if `saves` is True, and commit a finished background save.
+
+        last: this is the last step, so everything has to be on the disk on return; keeps_all: delete no older
+        checkpoint. Returns the reason to end the run, the same on every rank, or None.
+        """
         if self._save is not None and (saves or last or self._all_have_written()):
             self._commit_written()
         if saves and self.model_writer is not None:

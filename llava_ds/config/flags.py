@@ -72,8 +72,10 @@ class Flag:
 
 
 def flags_of(group: str, **about: object) -> tuple[Callable[..., object], Callable[..., object]]:
-    """Build two functions that declare fields as flags of a group; a resumed run may freely change the second's
-    flags."""
+    """Build two functions that declare fields as flags of a group; a resumed run may freely change the second's flags.
+
+    about: further fields of Flag for all these flags.
+    """
     return partial(_declare, group=group, **about), partial(_declare, group=group, resume="free", **about)
 
 

@@ -49,7 +49,10 @@ def load_named(argv: Sequence[str], recipe: object = None) -> None:
 
 
 def load(files: Iterable[str]) -> None:
-    """Load plugins, and forget plugins that an earlier run in this process loaded. Raises ConfigError."""
+    """Load plugins, and forget plugins that an earlier run in this process loaded. Raises ConfigError.
+
+    Several paths in a text are separated by commas.
+    """
     given = [_read(file.strip()) for text in files for file in text.split(",")]
     for name in active.plugins():
         if all((EXTENSIONS[name].file, EXTENSIONS[name].digest) != (str(one.path), one.digest) for one in given):

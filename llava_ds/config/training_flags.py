@@ -183,7 +183,7 @@ class TrainingArguments:
         "Optimizer steps between evals; below 1 a fraction of all steps, rounded up. Absent or 0: only at the end, or "
         "with --eval_strategy steps: --logging_steps.",
     )
-    logging_steps: Count = _logging(1, "Optimizer steps between log lines.", resume="rewind")
+    logging_steps: Count = _logging(1, "Optimizer steps between reads of the loss from the device.", resume="rewind")
     report_to: str | None = _logging_free(
         None,
         "Trackers for the curves, in addition to metrics.jsonl, metrics.csv and loss.png (always written): any of "

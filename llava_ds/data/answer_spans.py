@@ -122,7 +122,12 @@ def _written(text: str, place: int, value: str | None, after: str) -> str:
 def _length_after(
     alone: tuple[list[str], list[tuple[int, str]]], answer: AnswerParts, around: list[str], parts: tuple[int, int]
 ) -> int:
-    """Return the number of characters after the last marker that still belong to an answer with tool calls."""
+    """Return the number of characters after the last marker that still belong to an answer with tool calls.
+
+    alone: the conversation up to and including this answer, split; everything after its last marker belongs to the
+    answer. parts: indices of its first and last marker. Raises DataError if anything else is written between its parts,
+    such as a result.
+    """
     alone_around, alone_found = alone
     first, last = parts
     numbers = [i for i, (turn, _) in enumerate(alone_found) if turn == answer.turn]

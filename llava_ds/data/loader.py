@@ -88,7 +88,8 @@ class Window:
     """This rank's micro-batches of one optimizer step, on the device.
 
     num_planned: samples of the step over all ranks, broken ones included; data_wait_s: time spent waiting for the data;
-    passes: optimizer updates per micro-batch; metrics: sums delivered with the micro-batches, as in MicroLoss.
+    passes: optimizer updates, each over all micro-batches; metrics: sums delivered with the micro-batches, as in
+    MicroLoss.
     """
 
     micro_batches: list[MicroBatch]

@@ -94,7 +94,11 @@ def _construct(build: Build, mesh: Mesh) -> LlavaModel:
 
 
 def _let_inputs_have_gradients(model: LlavaModel) -> None:
-    """Let the inputs of a layer that ZeRO-3 gathers as a whole require a gradient, if the layer trains."""
+    """Let the inputs of a layer that ZeRO-3 gathers as a whole require a gradient, if the layer trains.
+
+    DeepSpeed 0.19.8 reduces the layer's gradients in a torch backward hook. Without gradients of inputs (for example
+    adapters after frozen embeddings and a frozen projector), the hook runs before the gradients exist.
+    """
     for module in model.modules():
         if deepspeed.utils.z3_leaf_module(module):
             module.register_forward_pre_hook(_with_gradient)

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 LIMIT_S = 600.0  # limit of a comparison: the other ranks' GPUs are idle meanwhile
 MARGIN_BYTES = 10**9  # GPU memory reserved for a layer's activations
-COPIES_OF_LOGITS = 4  # extra bytes, in float32, besides the model's own
+COPIES_OF_LOGITS = 4  # float32 copies of the logits, besides the model's own
 SMALL_BYTES = 10**9  # below this size, training's number of threads is fast enough, and rounds like training
 
 

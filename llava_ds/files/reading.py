@@ -28,7 +28,7 @@ MAX_LINE_BYTES = 16 << 20
 MAX_ROWS_BYTES = 2 << 30  # largest JSONL file: more than a million steps
 
 WHOLE_BYTES = 64 << 10  # files up to this size are hashed completely by blocks_digest
-BLOCK_BYTES, NUM_BLOCKS = 4 << 10, 16  # number of blocks hashed of a larger file
+BLOCK_BYTES, NUM_BLOCKS = 4 << 10, 16  # size and number of the blocks hashed of a larger file
 READ_BYTES = 1 << 20  # bytes per read
 
 KINDS = {  # words for irregular files

@@ -404,8 +404,8 @@ def _sdpa(query, key, value, rule: Rule, seen: torch.Tensor | None = None) -> to
 def _takes_groups(device: str, dtype: torch.dtype, width: int, special: bool) -> bool:
     """True if SDPA stays memory-efficient when query heads share a key head. special: masked, or of two widths.
 
-    On CUDA only its flash kernel supports shared heads. Other cases use its memory-efficient kernel; with shared heads
-    they would store all scores, L x L per head. Source: torch's sdp_utils.cpp, 2.10 to 2.13.
+    On CUDA only its flash kernel supports shared heads. Other cases use its memory-efficient kernel, and with shared
+    heads fall back to storing all scores, L x L per head. Source: torch's sdp_utils.cpp, 2.10 to 2.13.
     """
     if device != "cuda":
         return True

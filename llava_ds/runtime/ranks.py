@@ -188,7 +188,7 @@ def gather(value: T, ranks: Ranks) -> list[T]:
 
 
 def _share_error(error: Exception | None, ranks: Ranks) -> None:
-    """End a turn: raise the first rank's error on all ranks without their own. Collective."""
+    """End a turn: raise the error of the first rank that has one, on the ranks without. Collective."""
     everyone = gather((error, socket.gethostname()), ranks)
     if error is not None:
         return  # the caller raises its own

@@ -29,7 +29,7 @@ REFUSALS = 3
 MOST_NAMED = 4  # maximum ranks in a message, with their samples
 STEPS_LONGER = 4  # minimum limit, in multiples of the longest step so far
 WINDOW_S = 60.0  # seconds over which ranks are compared
-WINDOWS_BETWEEN = 10  # seconds between two lines about the same rank
+WINDOWS_BETWEEN = 10  # windows between two lines about the same rank
 LAUNCHER_S = 10.0  # time in which a launcher ends its ranks after one ended
 PEER_IS_GONE = (  # words of gloo, NCCL and torch's store: they have no error type for it
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",

@@ -14,7 +14,11 @@ from llava_ds.train.session import Session
 
 
 def log_lag_steps(args: Arguments, ranks: Ranks) -> int:
-    """Return the number of steps by which the log lags the run between saves."""
+    """Return the number of steps by which the log lags the run between saves.
+
+    On a GPU a step's numbers are read when the next step is queued, so that the GPU never waits; but not if they may
+    rewind the run.
+    """
     return int(ranks.device.type == "cuda" and not args.rewinds)
 
 

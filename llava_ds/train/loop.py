@@ -113,7 +113,7 @@ def micro_steps(runner: Runner, window: Window, counts: torch.Tensor, objective:
     done = runner.train(window.batches, objective.forward, loss_of)
     if not runner.every_rank_sees:
         check_metrics(objective, done)
-    if not done:  # None: another rank has the results
+    if not done:  # another rank has the results
         done = [unseen(objective, runner.engine.device)] * len(scales)
     by_source = runner.agree(torch.stack([micro.by_source for micro in done]))  # (micro-batches, 2, sources)
     losses, units = by_source.sum(2).unbind(1)  # the objective's losses, summed in float64

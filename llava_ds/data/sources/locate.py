@@ -222,7 +222,7 @@ def _kind_of_file(path: str) -> str:
     if first_value(path)[1] == "{":
         return "jsonl"
     key = _FIRST_KEY.match(start)
-    found = f"of key {short(key[1].decode('utf-8', 'replace'))}" if key else ""
+    found = f" of key {short(key[1].decode('utf-8', 'replace'))}" if key else ""
     raise DataError(
         f"{path} holds one object, expected a JSON list of records like "
         '{"id": "1", "image": "a.jpg", "conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, '

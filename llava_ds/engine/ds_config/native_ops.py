@@ -49,8 +49,8 @@ def compiling_notes(operators: list[str]) -> list[str]:
         notes.append(f"DeepSpeed compiles its {op} when it starts; this takes minutes, once")
         if (folder / "lock").exists():
             notes.append(
-                f"{folder / 'lock'} exists: another process is compiling it, or was killed while doing so; in that "
-                "case delete that file, because torch waits for it forever"
+                f"{folder / 'lock'} exists: another process is compiling it, or was killed while doing so; in the "
+                "second case delete that file, because torch waits for it forever"
             )
     return notes
 

@@ -13,7 +13,10 @@ from llava_ds.extensions.active import active, flags_class, reading
 
 def with_axes(args: Arguments, raw: dict | None) -> Arguments:
     """Return the flags with the JSON's axis sizes. Raises ConfigError, with every reason, for sizes that differ or are
-    invalid."""
+    invalid.
+
+    Call it before the JSON is resolved, because ranks are laid out before that.
+    """
     raw, problems = raw or {}, []
     own = [flags_class(name).in_json(raw, problems) for name in reading(raw)]
     for flag, (size, key) in (item for each in own for item in each.items()):

@@ -37,7 +37,10 @@ NOT_GIVEN = ("self", "optimizer", "last_batch_iteration", "last_epoch")
 
 
 def warmup_steps(args: TrainingArguments, num_steps: int) -> int:
-    """Return the number of steps in which the rate rises from 0: --warmup_steps, or --warmup_ratio of all steps."""
+    """Return the number of steps in which the rate rises from 0: --warmup_steps, or --warmup_ratio of all steps.
+
+    Source: transformers 5.
+    """
     if args.warmup_steps >= 1:
         return int(args.warmup_steps)
     return math.ceil((args.warmup_steps or args.warmup_ratio) * num_steps)

@@ -101,7 +101,10 @@ def letter_alone(answer: str, letter: str) -> bool:
 
 
 def first_yes_or_no(answer: str) -> str | None:
-    """Return yes or no if an answer's first four characters contain it, in any case; else None."""
+    """Return yes or no if an answer's first four characters contain it, in any case; else None.
+
+    Source: MME (arXiv 2306.13394), calculation.py.
+    """
     return next((word for word in ("yes", "no") if word in answer.lower()[:4]), None)
 
 

@@ -55,7 +55,11 @@ def quantize_layers(language_model: nn.Module, names: list[str], flags: Flags, d
 
 
 def scale_bits(flags: Flags) -> float:
-    """Return the bits of scales per weight for --bits."""
+    """Return the bits of scales per weight for --bits.
+
+    With double quantization a block of 4-bit weights has 8 bits, and 256 blocks 32 more. 8-bit weights have one scale
+    per row, which is not counted.
+    """
     if flags.bits != 4:
         return 0
     return (8 + 32 / 256) / BLOCK if flags.double_quant else 32 / BLOCK

@@ -43,10 +43,10 @@ from llava_ds.model.open.tower import plan_tower
 from llava_ds.model.vision import TowerPlan
 from llava_ds.tracking.flops import ModelFlops, flops_of_model
 
-LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # parameters; a larger number must be a typo
+LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # parameters; any other number must be a typo
 # Load of the busiest expert divided by an even share; in an upcycled model every expert computes that number of rows.
 UNEVEN = 1.5
-TENSORS_OF_A_COUNT = 1000  # hidden size assumed if only the number of parameters is known
+TENSORS_OF_A_COUNT = 1000  # number of tensors assumed if only the number of parameters is known
 
 LLAMAS_LAYER = {
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",

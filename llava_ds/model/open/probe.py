@@ -278,7 +278,10 @@ def _difference(model: nn.Module, reference: nn.Module) -> str | None:
 
 
 def _last_layer_problem(model: nn.Module) -> str | None:
-    """Return the reason why the last layer can't be computed at some positions only, or None."""
+    """Return the reason why the last layer can't be computed at some positions only, or None.
+
+    Tries few positions of one sample, many of another, and none of a third.
+    """
     inputs = random_inputs(model)
     second = LENGTHS[0]
     kept = torch.tensor([0, *range(second + 2, second + LENGTHS[1] - 1)])
