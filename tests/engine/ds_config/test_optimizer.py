@@ -22,7 +22,7 @@ def tools(monkeypatch):
     def there(*names: str) -> None:
         found = {"c++": "g++", "ninja": "ninja", "nvcc": "nvcc"}
         monkeypatch.delenv("CXX", raising=False)
-        monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", None)
+        monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
         monkeypatch.setattr(native.shutil, "which", lambda tool: found.get(tool) in names or None)
 
     return there
