@@ -1,7 +1,6 @@
 """The optimizer block: filled from the flags, or refused before a model is built."""
 
 import pytest
-import torch
 from ds_json import arguments, refused, resolve
 
 from llava_ds.engine.ds_config import native_ops as native
