@@ -1,13 +1,15 @@
 """Hints at unknown flags: names of qwen-vl-finetune, ms-swift, TRL, LLaMA-Factory and DeepSpeed-Chat, and our own."""
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from llava_ds.config.bounds import takes
 from llava_ds.config.other_trainers import WITHOUT_EFFECT
 from llava_ds.constants import nearest_name
 from llava_ds.extensions.active import flags_class
 from llava_ds.extensions.table import EXTENSIONS
+
+MOST_RELATED = 4  # flags of a hint: more would be guesses
 
 
 def by_name(names: Mapping[str, str]) -> dict[str, str]:
@@ -29,9 +31,9 @@ ELSEWHERE = by_name(
         "--data_path with a mixture of several files": "--meta_path --sft_only_data_path",
         "--data_split": "--dataset_split --dataset_train_split",
         "--eval_data_split": "--dataset_test_split --eval_split",
-        "--image_folder": "--media_dir --image_dir --image_root --images",
-        "--mm_vision_tower_lr": "--vision_tower_lr --vit_lr",
-        "--mm_projector_lr": "--aligner_lr --merger_lr",
+        "--image_folder": "--media_dir --image_dir --image_path --image_root --images",
+        "--mm_vision_tower_lr": "--vision_tower_learning_rate --vision_tower_lr --vit_lr",
+        "--mm_projector_lr": "--aligner_lr --merger_lr --mm_projector_learning_rate --projector_lr",
         "--vision_tower": "--image_tower --vision_encoder --mm_vision_encoder",
         "--mm_projector_type": "--image_projector_type",
         "--eval_fraction": "--val_size --val_split",
@@ -44,13 +46,13 @@ ELSEWHERE = by_name(
         ),
         "--resize_token_embeddings True --pad_embeddings_to_multiple_of 32": "--resize_token_embeddings_to_32x",
         "--pad_embeddings_to_multiple_of": "--pad_vocab_size_to_multiple_of --make_vocab_size_divisible_by",
-        "--eval_steps": "--eval_interval",
-        "--save_steps": "--save_interval",
+        "--eval_steps": "--eval_every --eval_interval",
+        "--save_steps": "--save_every --save_interval",
         "--logging_steps": "--log_interval",
         "--num_train_epochs": "--epoch --epochs --num_epochs",
         "--max_grad_norm": "--grad_clip --gradient_clipping",
         "--dataloader_num_workers": "--num_workers",
-        "--freeze_backbone": "--freeze_llm",
+        "--freeze_backbone": "--freeze_language_model --freeze_llm",
         "--lr_scheduler_type": "--scheduler",
         "the variable WANDB_PROJECT": "--wandb_project",
         "--output_dir": "--output_path --checkpoint_dir",
@@ -58,7 +60,7 @@ ELSEWHERE = by_name(
         "--resume": "--resume_from_checkpoint",
         "--resume never": "--overwrite_output_dir",
         "--optim (or an optimizer in the DeepSpeed JSON)": "--optimizer",
-        '"stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)': "--zero_stage",
+        '"stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)': "--deepspeed_stage --zero_stage",
         "--deepspeed_config ds_configs/zero2_offload.json": "--offload",
         "--model_name_or_path": "--model --model_path --sft_model_path",
         "--learning_rate": "--lora_learning_rate --lr",
@@ -115,8 +117,28 @@ def unknown_flags(unknown: list[str], known: Mapping[str, argparse.Action | None
         useful = {name: action for name, action in known.items() if name.removeprefix("--") not in WITHOUT_EFFECT}
         fitting = [name for name, action in useful.items() if action is None or takes(action, value)]
         nearest = elsewhere.get(flag) or nearest_name(flag, fitting)
-        hint = f": did you mean {nearest}?" if nearest else ": run/train.py --help all lists all flags"
-        yield f"unknown flag {flag}{hint}"
+        hint = (
+            f"did you mean {nearest}?" if nearest else related(flag, fitting, "run/train.py --help all lists all flags")
+        )
+        yield f"unknown flag {flag}: {hint}"
+
+
+def related(flag: str, known: Iterable[str], otherwise: str) -> str:
+    """Hint at known flags that share words with an unknown one; `otherwise` if none does.
+
+    A flag is related if it begins with all of the unknown flag's words, or if both have as many words, at least three,
+    begin with the same one, and differ in one.
+    """
+    words = _words(flag)
+    others = {each: _words(each) for each in known if each.startswith("--") and "-" not in each[2:]}
+    found = [each for each, own in others.items() if own[: len(words)] == words]
+    same = {each: own for each, own in others.items() if len(own) == len(words) > 2 and own[0] == words[0]}
+    found += [each for each, own in same.items() if len(set(own) & set(words)) == len(words) - 1]
+    return f"the nearest are {', '.join(found)}" if 0 < len(found) <= MOST_RELATED else otherwise
+
+
+def _words(flag: str) -> list[str]:
+    return flag.strip("-").lower().replace("-", "_").split("_")
 
 
 def _is_number(text: str) -> bool:

@@ -3,7 +3,9 @@
 import importlib.util
 import inspect
 import math
-from collections.abc import Callable, Mapping
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 
 from llava_ds.constants import ConfigError, DataError, in_short
@@ -20,7 +22,9 @@ def attribute_of_file(flag: str, name: str, kind: str) -> Callable:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"{flag} {name}: {file} can't be run: {in_short(repr(error))}") from error
+        raise ConfigError(
+            f"{flag} {name}: {file} can't be run{raised_at(error, name)}: {type(error).__name__}: {in_short(error)}"
+        ) from error
     found = getattr(module, attribute, None)
     if not callable(found):
         raise ConfigError(f"{flag} {name}: {file} has no {kind} {attribute}")
@@ -48,22 +52,60 @@ def function_of_file(flag: str, name: str, may_skip: bool = False) -> Callable[.
         lists = _wanted(f"{flag} {name}", function, {**(columns or {}), **own})
         try:
             found = function(**lists)
+            found = list(found) if isinstance(found, Iterator) else found
         except Exception as error:
-            raise DataError(f"{flag} {name} failed: {in_short(repr(error))}") from error
+            at = _judged(error, completions)
+            which = f"the first of {len(completions)} answers" if at is None else "the answer"
+            raise DataError(
+                f"{flag} {name} failed{raised_at(error, name)}: {in_short(repr(error))}\n"
+                f"  {which}: {in_short(repr(completions[at or 0]))}\n"
+                f"  to the prompt: {in_short(repr(prompts[at or 0]))}, of record {in_short(ids[at or 0])}"
+            ) from error
         try:
-            values = list(found)
-            numbers = [float(value) for value in values if not (may_skip and value is None)]
-        except (TypeError, ValueError):
-            values = numbers = None
-        if values is None or len(values) != len(completions) or not all(map(math.isfinite, numbers)):
+            return _as_numbers(found, completions, may_skip)
+        except ValueError as error:
             expected = "a finite number, or None where it does not apply," if may_skip else "a finite number"
             raise DataError(
-                f"{flag} {name} gave {in_short(repr(found))} for {len(completions)} answers: return a list with "
-                f"{expected} for each"
-            )
-        return [math.nan if value is None else float(value) for value in values]
+                f"{flag} {name} gave {error}: return a list with {expected} for each of the {len(completions)} answers"
+            ) from None
 
     return of_all
+
+
+def raised_at(error: Exception, name: str) -> str:
+    """Return " at FILE:LINE", the last line of path.py:attribute's file in a traceback; "" if it has none."""
+    path = name.rpartition(":")[0]
+    real = os.path.abspath(os.path.expanduser(path))
+    lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == real]
+    return f" at {path}:{lines[-1]}" if lines else ""
+
+
+def _judged(error: Exception, completions: list[str]) -> int | None:
+    """Return the index of the answer that was a local variable where the error was raised; None if none was."""
+    at = {id(text): i for i, text in reversed(list(enumerate(completions)))}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
+    held = (id(value) for frame in reversed(frames) for value in frame.f_locals.values())
+    return next((at[each] for each in held if each in at), 0 if len(completions) == 1 else None)
+
+
+def _as_numbers(found: object, completions: list[str], may_skip: bool) -> list[float]:
+    """Convert what a function returned to numbers, None to nan. Raises ValueError that describes it."""
+    try:
+        values = None if isinstance(found, (str, bytes, Mapping, Set)) else list(found)
+    except TypeError:
+        values = None
+    if values is None or len(values) != len(completions):
+        found_what = "which is not a list" if values is None else f"a list of {len(values)}"
+        raise ValueError(f"{in_short(repr(found))}, {found_what}")
+    numbers = []
+    for value, text in zip(values, completions):
+        try:
+            numbers.append(math.nan if may_skip and value is None else float(value))
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+            numbers.append(math.inf)
+        if not math.isfinite(numbers[-1]) and not (may_skip and value is None):
+            raise ValueError(f"{in_short(repr(value))} for the answer {in_short(repr(text))}")
+    return numbers
 
 
 def _wanted(what: str, function: Callable, lists: dict[str, list]) -> dict[str, list]:

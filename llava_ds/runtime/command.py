@@ -59,7 +59,9 @@ def _unknown(token: str, known: list[str]) -> str:
     flag = token.split("=", 1)[0]
     if not flag.startswith("-"):
         return f"unexpected argument {flag!r}: every value needs a --flag before it"
-    return f"unknown flag {flag}: {did_you_mean(flag, known, '--help lists all flags')}"
+    from llava_ds.config.other_names import related
+
+    return f"unknown flag {flag}: {did_you_mean(flag, known, related(flag, known, '--help lists all flags'))}"
 
 
 def given_path(text: str) -> str:

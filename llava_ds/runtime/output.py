@@ -115,12 +115,20 @@ def print_details(*lines: str) -> None:
         print_first(*lines)
 
 
+def _end_bars() -> None:
+    """End the lines of progress bars, so that an error begins its own."""
+    if "tqdm" in sys.modules:
+        for bar in list(getattr(sys.modules["tqdm"].tqdm, "_instances", ())):
+            bar.close()
+
+
 def exit_for_failure() -> None:
     """Print the traceback and exit with code 1 at once.
 
     The interpreter's own exit would wait for threads and connections of other ranks' collectives.
     """
     sys.stdout.flush()
+    _end_bars()
     print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
     os._exit(EXIT_FAILURE)
 
@@ -136,6 +144,7 @@ def exit_for_bad_input(error: Exception, program: str) -> None:
         time.sleep(5.0 if os.environ.get("LOCAL_RANK") == "0" else 8.0)
     where = "" if rank == 0 else f" (rank {rank})"
     message = printable(redact(str(error)), keep="\n\t")
+    _end_bars()
     print(f"{program}: error{where}: {message}", file=sys.stderr, flush=True)
     # Not sys.exit: other ranks may be in a collective, and the interpreter's clean-up would wait for it.
     sys.stdout.flush()

@@ -24,7 +24,7 @@ from llava_ds.engine.construct import build_model
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.heads import LogProbs, sum_by_sample
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.open.folder import take_from_model
+from llava_ds.model.open.folder import read_folder, take_from_model
 from llava_ds.model.open.model_folder import FLAG
 from llava_ds.model.open.model_plan import ModelPlan, plan_model
 from llava_ds.model.open.names import VALUE_HEAD_FILE, value_head_file
@@ -68,6 +68,12 @@ def plan_alone(flag: str, path: str, max_length: int, value_head: bool = False, 
     model = ModelArguments(model_name_or_path=path, **given)
     args = Arguments(model, DataArguments(), TrainingArguments(), frozenset(given))
     try:
+        folder = read_folder(path, model.model_base)
+        if not (folder.architecture or folder.vision_config or folder.projector or model.vision_tower):
+            raise ConfigError(
+                f"{flag} {path} is {folder.kind} without a vision tower, so it can't see images: give a "
+                "vision-language model, such as the --output_dir of a finished run"
+            )
         args, _ = take_from_model(args)
         args = args.replaced(version=resolve_template(args.model.version))
         own = plan_model(args.model, max_length, value_head)

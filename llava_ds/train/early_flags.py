@@ -3,6 +3,7 @@
 If the model can't be trained with the given flags, that is reported before any missing flag.
 """
 
+import os
 from typing import TYPE_CHECKING
 
 from llava_ds.constants import ConfigError, DataError, FlagProblems
@@ -38,12 +39,14 @@ def _refuse_impossible(problems: FlagProblems) -> None:
 
     args = problems.arguments
     path = args.model.model_name_or_path
-    if path is None or (is_adapter(path) and args.model.model_base is None):
+    if path is None or not os.path.isdir(path) or (is_adapter(path) and args.model.model_base is None):
         return
     try:
         folder = read_folder(path, args.model.model_base)
     except (DataError, OSError):
         return  # training reports it when the flags are right
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n{problems}") from None
     if lines := _never(args, folder):
         raise ConfigError("\n".join(lines))
     try:

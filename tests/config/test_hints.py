@@ -31,6 +31,8 @@ def known():
         ("--adam_beta3 0.9", NONE),
         ("--top_q 1", NONE),
         ("--bf32 True", NONE),
+        # Several
+        ("--watchdog 3", "the nearest are --watchdog_start_s, --watchdog_step_s, --watchdog_save_s"),
         # Of another kind
         ("--train_vision_tower True", NONE),
         ("--max_step soon", NONE),

@@ -31,6 +31,7 @@ from llava_ds.config.rules import is_installed
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.active import flags_class
 from llava_ds.extensions.table import EXTENSIONS
+from llava_ds.train.early_flags import read_flags
 
 ZERO2 = str(Path(__file__).parents[2] / "ds_configs" / "zero2.json")
 NEEDED = ["--deepspeed_config", ZERO2, "--output_dir", "out"]
@@ -307,6 +308,16 @@ def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
 def test_bad_value_is_refused_by_name(flag, value, expected):
     message = refused(*NEEDED, f"--{flag}", value)
     assert f"--{flag}" in message and str(value) in message and expected in message
+
+
+def test_models_on_the_hub_are_named_with_their_commands_in_one_message():
+    models = ("--model_name_or_path", "lmsys/vicuna-7b-v1.5", "--vision_tower", "openai/clip-vit-large-patch14-336")
+    with pytest.raises(ConfigError) as caught:
+        read_flags([*models, "--data_path", "nowhere.json", "--output_dir", "out", "--deepspeed_config", "zero2"])
+    said = str(caught.value).splitlines()
+    for line, name in zip(said, models[1::2], strict=False):
+        assert f"(hf download {name} --local-dir models/{name.split('/')[1]}) and give that folder" in line
+    assert len(said) == 3 and "nowhere.json" in said[2]
 
 
 def test_a_flag_out_of_bounds_is_said_once():

@@ -115,7 +115,7 @@ def test_transformers_has_no_place_for_the_second(folders):
 def test_both_folders_are_looked_for_and_remembered(folders, tmp_path):
     pair = pair_of(folders, "siglip", "dino")
     assert missing_path("vision_tower", pair, "model") is None and tower_folders(pair) == tuple(pair.split(","))
-    assert missing_path("vision_tower", f"{pair}x", "model") == f": {folders / 'dino'}x is not a folder"
+    assert missing_path("vision_tower", f"{pair}x", "model") == f": {folders / 'dino'}x: no such folder"
     assert missing_path("vision_tower", "nowhere", "model") == ": no such folder"
     assert towers_digest(pair) == f"{towers_digest(str(folders / 'siglip'))},{towers_digest(str(folders / 'dino'))}"
     args = arguments(folders, pair)

@@ -241,6 +241,8 @@ def parser() -> Parser:
     parser.add_argument("--output", type=given_path)
     parser.add_argument("--folder", type=new_folder)
     parser.add_argument("--kind", choices=["a", "b"])
+    for name in ("blank", "missing"):
+        parser.add_argument(f"--compare_{name}_image", action="store_true")
     return parser
 
 
@@ -253,6 +255,8 @@ def parser() -> Parser:
         (["--limit"], "--limit: expected one argument"),
         (["--lim", "1"], "unknown flag --lim: did you mean --limit?"),
         (["--zzz", "1"], "unknown flag --zzz: --help lists all flags"),
+        (["--compare_no_image"], "unknown flag --compare_no_image: the nearest are --compare_blank_image, --compare_m"),
+        (["--compare"], "unknown flag --compare: the nearest are --compare_blank_image, --compare_missing_image"),
         (["stray"], "unexpected argument 'stray'"),
         (["--output", ""], "--output is empty: name a path"),
         (["--folder", ""], "--folder is empty: name a path"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.sources.embedded import REJECTED
 from llava_ds.data.sources.fields import BASE64_BEGINNINGS, either
-from llava_ds.data.sources.options import ANSWERS, GOOD_ANSWER_KEYS, QUESTIONS, Columns, SourceOptions, short
+from llava_ds.data.sources.options import ANSWERS, GOOD_ANSWER_KEYS, PAIRS, QUESTIONS, Columns, SourceOptions, short
 from llava_ds.data.sources.preferences import FORMS, LABELLED_FORMS, pair_problem
 from llava_ds.data.sources.record_forms import CHOICE_KEYS, FIELDS_OF_ALL, FORM_FIELDS, WITHOUT_TURNS, present
 from llava_ds.data.sources.tars import IMAGE_SUFFIXES
@@ -100,7 +100,7 @@ def detect(first: FirstRecords, columns: Columns, options: SourceOptions, path: 
         raise ConfigError(_unknown(first, columns, path))
     used = _used_fields(found, votes if options.data_format == "auto" else [])
     if options.are_labelled:
-        used, columns = (*used, "completion", "output", "label"), replace(columns, label=GOOD_ANSWER_KEYS)
+        used, columns = (*used, *_labelled_answers(first, columns, path)), replace(columns, label=GOOD_ANSWER_KEYS)
     if found != "preference":
         _refuse_pairs(first.records, columns.only(used), path)
     if "answer" in used and not {field for field, _ in options.columns} & set(ANSWERS):
@@ -149,7 +149,8 @@ def _wrong_with(record: dict, keys: list[str], columns: Columns) -> str | None:
         name = (questions or answers)[0][1]
         half, other = ("a question", "answer") if questions else ("an answer", "question")
         texts = present(record, columns, ("text",))
-        example = texts[0][1] if texts else "NAME"
+        unread = [key for key in keys if key not in (*columns.all(), *GOOD_ANSWER_KEYS) and _is_said(record.get(key))]
+        example = texts[0][1] if texts else unread[0] if len(unread) == 1 else "NAME"
         caption = f", or learn {example!r} alone with --data_format caption" if texts else ""
         return f"has {half} under {name!r} and no {other}: name it with --data_columns {other}={example}{caption}"
     named = _likely_columns(record, keys, columns)
@@ -196,8 +197,26 @@ def _refuse_no_preferences(first: FirstRecords, columns: Columns, options: Sourc
         found = f"the first: {first.reasons[0]}" if first.reasons else _shown(first.keys)
         raise ConfigError(
             f"{path}: none of its first records has a chosen and a rejected answer{labelled} ({found}), as pairs have; "
-            f"known are {FORMS}" + (f"; {LABELLED_FORMS}" if labelled else "")
+            f"known are {FORMS}" + (f"; {LABELLED_FORMS}" if labelled else "") + ". Name other fields with "
+            "--data_columns chosen=NAME,rejected=NAME"
         )
+
+
+def _labelled_answers(first: FirstRecords, columns: Columns, path: str) -> tuple[str, ...]:
+    """Fields of single answers with a label. The field answer is read if no record has an answer elsewhere: beside one,
+    it is usually a reference. Raises ConfigError if questions have no answer."""
+    own = ("completion", "output", "label")
+    if any(present(record, columns, ("turns", *PAIRS, "response", *own[:2])) for record in first.records):
+        return own
+    answered = any(present(record, columns, ("answer",)) for record in first.records)
+    asked = (record for record in first.records if present(record, columns, QUESTIONS))
+    if not answered and (record := next(asked, None)):
+        raise ConfigError(f"{path}: the first of its records {_wrong_with(record, first.keys, columns)}")
+    return (*own, "answer")
+
+
+def _is_said(value: object) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def _refuse_pairs(records: list[dict], read: Columns, path: str) -> None:

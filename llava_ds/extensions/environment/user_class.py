@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError, in_short
-from llava_ds.files.python_function import attribute_of_file
+from llava_ds.files.python_function import attribute_of_file, raised_at
 
 FLAG = "--environment"
 OBSERVATION = 'a text, or {"text": a text, "images": [images of PIL]}'
@@ -74,7 +74,8 @@ class Game:
         try:
             yield
         except DataError as error:
-            raise DataError(f"{FLAG} {self.name}, record {self.record!r}, turn {self.turn}: {error}") from error
+            at = raised_at(error.__cause__ or error, self.name)
+            raise DataError(f"{FLAG} {self.name}, record {self.record!r}, turn {self.turn}: {error}{at}") from error
 
     def begin(self, kind: Callable[[], Environment], record: dict[str, object], seed: int) -> Observation | None:
         """Make the object and reset it. Returns the first observation, None for the record's question."""
@@ -105,7 +106,8 @@ def _call(what: str, method: Callable, *arguments: object) -> object:
     try:
         return method(*arguments)
     except Exception as error:  # any error of the user's code
-        raise DataError(f"{what} raised {in_short(repr(error))}") from error
+        taken = "".join(f", for the answer {in_short(repr(each))}" for each in arguments if isinstance(each, str))
+        raise DataError(f"{what} raised {in_short(repr(error))}{taken}") from error
 
 
 def _wrong(what: str, found: object, expected: str) -> DataError:

@@ -34,7 +34,7 @@ class Flags(ExtensionFlags):
 
     of_model: ClassVar = True
     other_names: ClassVar = {
-        "--lora_enable": "--finetuning_type --train_type --tuner_type --use_llm_lora --use_lora --use_peft",
+        "--lora_enable": "--finetuning_type --lora --train_type --tuner_type --use_llm_lora --use_lora --use_peft",
         "--lora_r": "--lora_dim --lora_rank",
         "--lora_target_modules": "--lora_module_name --lora_target --target_modules --target_regex",
         "--lora_modules language,vision": "--vision_lora",

@@ -44,7 +44,8 @@ def show_dry_run(plan: Plan, ranks: Ranks) -> int:
         print_first(conclusion(planned, gpu, host, (done, steps.num_steps), steps.batch_size, step_s))
         drawing = drawing_of(planned, plan.args)
         drawn = [] if drawing is None else drawing_lines(drawing, gpu)
-        print_first(*description(planned), *plan.describe(), *table(planned, gpu), *drawn)
+        device = "CPU rank" if gpu is None else "GPU"
+        print_first(*description(planned, device), *plan.describe(), *table(planned, gpu, device), *drawn)
         print_details(*plan.details(), *export, *batch)
         if gpu is not None:
             print_first(advice(planned, gpu))

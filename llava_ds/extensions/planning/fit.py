@@ -71,7 +71,7 @@ def describe_change(run: Run, other: Run) -> str:
     """Name the settings that change one run to another."""
     changes = []
     if other.setup.num_gpus != run.setup.num_gpus:
-        changes.append(_gpus(other.setup))
+        changes.append(_num_ranks(other.setup))
     if run.batch is not None and other.batch.num_recomputed != run.batch.num_recomputed:
         changes.append("--gradient_checkpointing all")
     if other.placement.stage != run.placement.stage:
@@ -90,7 +90,7 @@ def describe_change(run: Run, other: Run) -> str:
 def advice(run: Run, gpu_memory: float) -> str:
     """Return a sentence: the run fits, or the smallest change with which it would."""
     total, memory = run.estimate().total, f"{gpu_memory / GB:g} GB"
-    start = f"{placement_name(run.placement)} on {_gpus(run.setup)} needs {total / GB:.1f} GB of {memory}"
+    start = f"{placement_name(run.placement)} on {_num_ranks(run.setup)} needs {total / GB:.1f} GB of {memory}"
     other = smallest_change(run, gpu_memory)
     if other == run:
         return f"{start}: fits"
@@ -100,12 +100,15 @@ def advice(run: Run, gpu_memory: float) -> str:
     return f"{start}; the smallest change that fits: {describe_change(run, other)} ({needs})"
 
 
-def table(run: Run, gpu_memory: float | None) -> list[str]:
-    """Tabulate every stage and offload, in GB (10**9 bytes) or MB; the run's own column is marked."""
+def table(run: Run, gpu_memory: float | None, device: str = "GPU") -> list[str]:
+    """Tabulate every stage and offload, in GB (10**9 bytes) or MB, and mark the run's own column. device: of a rank."""
     cells = [other.estimate() for other in columns(run).values()]
     unit, size = ("GB", GB) if cells[0].total >= GB else ("MB", MB)
-    rows = [(f"{unit} per GPU", headings(run))]
-    rows += [(label, [f"{getattr(each, field) / size:.2f}" for each in cells]) for label, field in ROWS.items()]
+    rows = [(f"{unit} per {device}", headings(run))]
+    rows += [
+        (label.replace("GPU", device), [f"{getattr(each, field) / size:.2f}" for each in cells])
+        for label, field in ROWS.items()
+    ]
     if gpu_memory is not None:
         rows.append((f"in {gpu_memory / GB:g} GB", [verdict(each.total, gpu_memory) for each in cells]))
     return aligned(rows)
@@ -122,8 +125,8 @@ def aligned(rows: list[tuple[str, list[str]]]) -> list[str]:
     return [f"{label:22}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths)) for label, cells in rows]
 
 
-def description(run: Run) -> list[str]:
-    """Describe the model and its training in words."""
+def description(run: Run, device: str = "GPU") -> list[str]:
+    """Describe the model and its training in words. device: of a rank."""
     parts = ", ".join(
         f"{part.name} {part.num_parameters:,}{'' if part.num_trained else ' frozen'}" for part in run.shape.parts
     )
@@ -132,7 +135,7 @@ def description(run: Run) -> list[str]:
         f"{run.shape.num_parameters:,} parameters, {run.shape.num_trained:,} of them trained ({parts}); "
         f"the largest gathered layer has {largest_unit(run.shape):,}"
         + (f"; a frozen second model has {run.shape.second:,}" if run.shape.second else ""),
-        f"{_gpus(setup)}, {setup.weight_bytes} bytes per weight, "
+        f"{_num_ranks(setup, device)}, {setup.weight_bytes} bytes per weight, "
         + (f"{run.shape.packed_bits} bits in {sum(run.shape.packed):,} of them, " if run.shape.packed else "")
         + (
             "no activations: only the number of parameters is known"
@@ -239,5 +242,5 @@ def _recomputed(count: int, num_layers: int) -> str:
     return f"{count} of {num_layers} layers recomputed"
 
 
-def _gpus(setup: Setup) -> str:
-    return "1 GPU" if setup.num_gpus == 1 else f"{setup.num_gpus} GPUs"
+def _num_ranks(setup: Setup, device: str = "GPU") -> str:
+    return f"1 {device}" if setup.num_gpus == 1 else f"{setup.num_gpus} {device}s"

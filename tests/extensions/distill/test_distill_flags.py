@@ -52,6 +52,10 @@ def test_a_teacher_with_another_vocabulary_is_refused_with_the_sizes(tmp_path):
         plan_teacher(draft(base, as_one_folder(other)))
     with pytest.raises(ConfigError, match=r"--teacher_model_name_or_path .*of 400 tokens differs from the 401 here"):
         plan_teacher(draft(other, as_one_folder(base)))
+    with pytest.raises(
+        ConfigError, match=r"--teacher_model_name_or_path .* is a language model without a vision tower"
+    ):
+        plan_teacher(draft(base, base["model_name_or_path"]))
 
 
 def test_a_run_without_a_teacher_and_weights_on_nvme_are_refused(tmp_path):

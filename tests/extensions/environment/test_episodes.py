@@ -263,6 +263,10 @@ def test_a_broken_environment_is_refused_with_record_and_turn(toy, tmp_path, kin
         ("x = 1", "has no class E"),
         ("class E:\n def reset(self): pass\n def step(self, answer): pass", "turn 0: reset raised TypeError("),
         (
+            "class E:\n def reset(self, record, seed): 0\n def step(self, answer): raise KeyError(answer)",
+            "game.py:3",
+        ),
+        (
             "class E:\n def __init__(self, a): pass\n def reset(self): 0\n def step(self): 0",
             "the constructor raised Type",
         ),

@@ -66,7 +66,7 @@ def check(done: subprocess.CompletedProcess, stage: int) -> None:
     assert verdict.endswith("free on this machine: fits")
     assert said.index(verdict) < said.index("12 records: 12 accepted") < said.index("train_batch_size")
     assert "the finished model will have 80 tensors" in said
-    assert said.count("GB per GPU") + said.count("MB per GPU") == 1 and f"[ZeRO-{stage}]" in said
+    assert said.count("GB per CPU rank") + said.count("MB per CPU rank") == 1 and f"[ZeRO-{stage}]" in said
 
 
 def test_it_says_what_would_be_done_and_leaves_everything_as_it_was(launched):
@@ -96,4 +96,4 @@ def test_it_leaves_nothing_where_nothing_was_and_counts_the_parameters_by_part(a
     assert not nowhere.exists()
     said = done.stdout
     assert re.search(r"[\d,]+ parameters, [\d,]+ of them trained \(vision_tower .* frozen, projector", said)
-    assert "1 GPU, 2 bytes per weight, at most 250 tokens per micro-batch" in said
+    assert "1 CPU rank, 2 bytes per weight, at most 250 tokens per micro-batch" in said

@@ -27,6 +27,7 @@ FORMS = {
     },
     "ms-swift": {"images": ["a.png"], "messages": TURNS, "label": True},
     "ms-swift, query": {"images": ["a.png"], "query": ASKED, "response": YES, "label": True},
+    "a table": {"image": "a.png", "question": ASKED, "answer": YES, "label": "True", "kind": "x"},
     "LLaMA-Factory": {"images": ["a.png"], "messages": TURNS, "kto_tag": True},
     "alpaca": {"images": ["a.png"], "instruction": ASKED, "output": YES, "kto_tag": "true"},
     "LLaVA": {
@@ -111,5 +112,7 @@ def test_what_has_no_label_is_refused(tmp_path, tokenizer):
     assert reasons[2].startswith("has None under 'label', expected true or false")
     with pytest.raises(ConfigError, match=r"a chosen and a rejected answer, or an answer with a label .*kto_tag"):
         opened(tmp_path / "none", [{"prompt": "a", "completion": "b"}], tokenizer)
-    with pytest.raises(ConfigError, match="none of its first records has a chosen and a rejected answer"):
+    with pytest.raises(ConfigError, match="no answer: name it with --data_columns answer=reply"):
+        opened(tmp_path / "reply", [{"question": "a", "reply": "b", "label": True}], tokenizer)
+    with pytest.raises(ConfigError, match=r"(?s)none of its first records has a chosen.*--data_columns chosen=NAME"):
         opened(tmp_path / "dpo", [FORMS["TRL, texts"]], tokenizer, labelled=False)

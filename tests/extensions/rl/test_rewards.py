@@ -105,10 +105,28 @@ def test_what_is_refused(tmp_path, names, weights, words):
         open_rewards(names.format(tmp_path), weights)
 
 
-@pytest.mark.parametrize("body", ["[]", "[float('nan')]", "['x']", "None", "1 / 0", "[1, 2]"])
-def test_a_function_that_gives_no_number_for_an_answer_ends_the_run(tmp_path, body):
-    (tmp_path / "mine.py").write_text(f"def f(**_): return {body}\n")
-    with pytest.raises(DataError, match=r"mine\.py:f"):
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("[]", r"gave \[\], a list of 0: return a list with .* for each of the 1 answers"),
+        ("[1, 2]", r"gave \[1, 2\], a list of 2"),
+        ("[float('nan')]", "gave nan for the answer 'x'"),
+        ("['x']", "gave 'x' for the answer 'x'"),
+        ("torch.tensor([[1, 2]])", r"gave tensor\(\[1, 2\]\) for the answer 'x'"),
+        ("torch.tensor(1)", r"gave tensor\(1\), which is not a list"),
+        ("None", "gave None, which is not a list"),
+        ("'1'", "gave '1', which is not a list"),
+        ("{0.5: 1}", r"gave \{0.5: 1\}, which is not a list"),
+        (
+            "1 / 0",
+            r"failed at .*mine\.py:2: ZeroDivisionError.*\n  the answer: 'x'\n  to the prompt: '\?', of record r",
+        ),
+        ("(1 / 0 for _ in [1])", r"failed at .*mine\.py:2: ZeroDivisionError"),
+    ],
+)
+def test_a_function_that_gives_no_number_for_an_answer_ends_the_run(tmp_path, body, words):
+    (tmp_path / "mine.py").write_text(f"import torch\ndef f(**_): return {body}\n")
+    with pytest.raises(DataError, match=rf"mine\.py:f {words}"):
         reward(f"{tmp_path}/mine.py:f", "x")
 
 
@@ -147,7 +165,7 @@ def test_functions_of_the_user_are_tried_on_made_up_answers(tmp_path):
     (tmp_path / "mine.py").write_text("def f(completions, references, **_): return [float(c) for c in completions]\n")
     opened = open_rewards(f"exact,{tmp_path}/mine.py:f", None)
     one = Completion("How many?", "3", "3", "a", 1, 9)
-    with pytest.raises(DataError, match=r"mine\.py:f failed: ValueError"):
+    with pytest.raises(DataError, match=r"mine\.py:f failed at .*mine\.py:1: ValueError.*\n  the answer: ''\n"):
         try_rewards(opened, one)  # the second answer is empty
     try_rewards(opened[:1], one)
 
