@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 116,
-    "imported lines": 19046,
+    "imported lines": 19068,
     "files at the end": 185,
     "lines at the end": 27715,
     "feature words": 61,
     "kernel files": 39,
-    "kernel lines": 5810,
-    "all lines": 75501,
+    "kernel lines": 5813,
+    "all lines": 75621,
 }
 
 # What one reads to understand training.
