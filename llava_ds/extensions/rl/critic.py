@@ -19,7 +19,7 @@ FLAG = "--critic_model_name_or_path"
 def plan_critic(args: Arguments, actor: ModelPlan, images: ImageOptions) -> FrozenPlan:
     """Plan the critic's initial model: the actor's, unless a flag names another.
 
-    actor, images: of the answering model. Raises ConfigError for a folder with other tokens or images.
+    actor, images: the answering model's plan and image options. Raises ConfigError if the critic reads other ones.
     """
     path, plan = args.own["rl"].critic_model_name_or_path, FrozenPlan(actor, args.model, images)
     if path is not None:

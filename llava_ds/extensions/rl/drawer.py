@@ -27,11 +27,11 @@ class RolloutPrompt:
 
 @dataclass(frozen=True)
 class Episode(Answer):
-    """An answer with texts and images of others between the model's tokens; ids and log_probs are the model's alone.
+    """An answer of several turns, with an environment's texts and images between the model's tokens.
 
-    tokens: all after the prompt; digests: of the images among them; sample: the prompt and all tokens, supervised at
-    the ids; text: the last turn, which rewards judge; columns: more columns for them; reward: nan for none; shown: all
-    turns, for the log.
+    ids, log_probs: the model's tokens only; tokens: all tokens after the prompt; digests: hashes of the images among
+    them; sample: prompt and all tokens, supervised at the ids; text: the last turn, which rewards judge; columns:
+    additional columns for rewards; reward: the environment's, nan without one; shown: all turns, for the log.
     """
 
     tokens: tuple[int, ...]
@@ -44,9 +44,9 @@ class Episode(Answer):
 
 
 class Drawer:
-    """Draws the answers of a run. An extension's plan of this class (Plan.own) is used in place of draw_answers.
+    """Generates the answers of a run. An extension's plan of this class (Plan.own) is used instead of draw_answers.
 
-    columns: columns that its episodes add for reward functions; reward: the episodes' own, added to the others.
+    columns: columns that its episodes add for reward functions; reward: the environment's, in addition to the others.
     """
 
     columns: ClassVar[tuple[str, ...]] = ()
@@ -58,14 +58,14 @@ class Drawer:
     def draw(
         self, model: LlavaModel, prompts: list[RolloutPrompt], seeds: list[tuple[int, ...]], rules: DrawRules
     ) -> list[tuple[RolloutPrompt, list[Episode]]]:
-        """Draw num_answers episodes to every prompt; returns also each prompt as it was asked. A rank calls it alone.
+        """Generate num_answers episodes for every prompt. Also returns each prompt as it was asked. Not collective.
 
-        seeds: numbers for each prompt that all randomness depends on. Raises DataError.
+        seeds: for each prompt, the numbers that seed all of its randomness. Raises DataError.
         """
         raise NotImplementedError
 
     def metrics(self, groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
-        """Return sums over prompts, each a mean over its episodes."""
+        """Return metrics by name: means over a prompt's episodes, summed over prompts."""
         raise NotImplementedError
 
 

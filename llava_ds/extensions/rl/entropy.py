@@ -1,5 +1,5 @@
 # S supervised positions, D width of the language model, V vocabulary
-"""Log-probabilities with the entropy of the distributions they are from; logits never exist for more than a chunk."""
+"""Log-probabilities of tokens and entropies of their distributions, from one chunk of logits at a time."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ import torch
 from llava_ds.model.heads import LogProbs
 from llava_ds.model.output_loss import FLOAT16_SCALE, LogitGradients, chunk_rows
 
-# A bound of p |log p + H|, the largest gradient of an entropy H by a logit: p (1 - p) log V and a part below 1.
+# Bound of p |log p + H|, the largest gradient of an entropy H by a logit: p (1 - p) log V plus a term below 1.
 STEEPEST = 8.0
 
 
@@ -18,7 +18,7 @@ def log_probs_and_entropies(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of the targets under hidden @ weight.T, and entropies in nats: (S,) float64 each.
 
-    Shapes, precision and memory as linear_log_probs.
+    Shapes, precision and memory are as in linear_log_probs.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -88,5 +88,5 @@ def _distributions(
 
 
 def _entropies(logs: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """Return the entropies of rows, (rows,) float64. Log-probabilities of 0 count nothing."""
+    """Return the entropies of rows, (rows,) float64. A probability of 0 contributes 0."""
     return -torch.where(probs > 0, probs * logs, 0.0).sum(1, dtype=torch.float64)

@@ -18,7 +18,7 @@ from llava_ds.train.plan import Plan, PlanDraft
 
 
 class Judges(NamedTuple):
-    """Judges of answers. rewards: of --reward_funcs and the reward model; critic: for PPO."""
+    """Judges of answers. rewards: those of --reward_funcs and the reward model's; critic: PPO's."""
 
     rewards: tuple[Reward, ...]
     reward_model: FrozenPlan | None
@@ -30,8 +30,8 @@ def plan_judges(draft: PlanDraft) -> Judges:
     args, flags = draft.args, draft.args.own["rl"]
     if flags.vllm_server is not None and (own := draft.model.architecture) is not None:
         raise ConfigError(
-            f"--vllm_server can't draw for {own.kind} yet, whose images it would prepare in another way: leave it out, "
-            "and the run draws by itself"
+            f"--vllm_server can't generate answers for {own.kind} yet, because vLLM prepares its images differently: "
+            "leave it out, and the run generates them itself"
         )
     path, of_actor = flags.reward_model_name_or_path, (draft.model, draft.images)
     opening = partial(open_rewards, flags.reward_funcs, flags.reward_weights, path is not None)
@@ -56,7 +56,7 @@ def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Objective:
         epsilon=own.epsilon,
         epsilon_high=own.epsilon if own.epsilon_high is None else own.epsilon_high,
         importance_sampling_level=own.importance_sampling_level,
-        beta=0.0 if own.loss_type == "rloo" else own.beta,  # its rewards have the distance
+        beta=0.0 if own.loss_type == "rloo" else own.beta,  # RLOO subtracts the distance from the rewards
         corrects_kl=own.use_bias_correction_kl,
         temperature=own.temperature,
         loss_type=own.loss_type,

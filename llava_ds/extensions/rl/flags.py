@@ -29,72 +29,72 @@ class Flags(ExtensionFlags):
     reward_funcs: str | None = _rl(
         None,
         "grpo and ppo: rewards, separated by commas: exact, numeric, choice, iou, format, length, or file.py:function, "
-        "a Python function that is run with your rights (docs/rl.md).",
+        "a Python function that runs with your permissions (docs/rl.md).",
     )
     reward_weights: str | None = _rl(
         None,
-        "grpo and ppo: a weight for each of --reward_funcs and then the reward model, with commas. Absent: 1 each.",
+        "grpo and ppo: weights of --reward_funcs, then of the reward model, separated by commas. Absent: 1 each.",
     )
     reward_model_name_or_path: str | None = _rl(
         None,
-        "grpo and ppo: folder of a reward model (--objective reward): its score is one more reward, with the last of "
-        "--reward_weights.",
+        "grpo and ppo: folder of a reward model (--objective reward): its score is one more reward, weighted by the "
+        "last of --reward_weights.",
         path="model",
     )
     soft_punish_cache: Count | None = _rl(
         None,
-        "grpo and ppo with the reward length: so many of the last tokens before --max_completion_length cost reward. "
-        "Absent: a fifth of them all.",
+        "grpo and ppo with the reward length: number of the last tokens before --max_completion_length that cost "
+        "reward. Absent: a fifth of --max_completion_length.",
     )
-    num_generations: Count = _rl(8, "grpo (2 or more) and ppo: answers that are drawn to each prompt.")
+    num_generations: Count = _rl(8, "grpo (2 or more) and ppo: number of answers generated per prompt.")
     max_completion_length: Count = _rl(256, "grpo and ppo: longest answer in tokens.")
     per_device_generation_batch_size: Count = _rl(
-        32, "grpo and ppo: prompts that a rank draws answers to at once.", resume="layout"
+        32, "grpo and ppo: prompts per rank for which answers are generated at once.", resume="layout"
     )
     vllm_server: str | None = _rl(
         None,
-        "grpo and ppo: address of run/vllm_server.py on this machine (http://127.0.0.1:8765): it draws the answers "
-        "by vLLM. Absent: they are drawn over the engine's own tensors.",
+        "grpo and ppo: address of run/vllm_server.py on this machine (http://127.0.0.1:8765): it generates the answers "
+        "with vLLM. Absent: they are generated with the training engine's own tensors.",
     )
     share_prompts: bool = _rl(
         True,
-        "grpo and ppo: compute a prompt with its images once for its answers in a micro-batch; the loss is the same. "
-        "False: once for each answer.",
+        "grpo and ppo: compute a prompt and its images once for all of its answers in a micro-batch; the loss is the "
+        "same. False: once for each answer.",
         resume="layout",
     )
     temperature: Positive = _rl(
         1.0,
-        "grpo and ppo: divisor of the logits when answers are drawn and in the trained probabilities; below 1 "
-        "answers differ less.",
+        "grpo and ppo: divisor of the logits, both in generation and in the trained probabilities; below 1, answers "
+        "differ less.",
     )
-    top_k: NotNegative = _rl(0, "grpo and ppo: draw among so many of the most probable tokens. 0: among all.")
+    top_k: NotNegative = _rl(0, "grpo and ppo: sample from this many of the most probable tokens. 0: from all.")
     top_p: Annotated[float, Bounds(0, 1, above=True)] = _rl(
-        1.0, "grpo and ppo: draw among the fewest most probable tokens whose probabilities add up to this."
+        1.0, "grpo and ppo: sample from the fewest most probable tokens whose probabilities add up to this."
     )
     num_iterations: Count = _rl(1, "grpo and ppo: optimizer updates over the answers of a step.")
     beta: Rate = _grpo(
         0.0,
-        "grpo: weight that keeps the model close to the reference model, its starting point; with rloo, of the "
-        "distance in the reward. 0 needs none.",
+        "grpo: weight of the distance from the reference model, the run's starting point, in the loss; with rloo, in "
+        "the reward. 0 needs no reference model.",
     )
     loss_type: Literal["dapo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "rloo"] = _grpo(
         "dapo",
-        "grpo: the mean of the loss. dapo: over all tokens of the step; grpo: over an answer's tokens, then over "
-        "answers; dr_grpo: over answers of --max_completion_length tokens; luspo: over answers, of their tokens' sum. "
-        "Other losses of a token: cispo, averaged as dapo, and sapo and rloo, as grpo (docs/rl.md).",
+        "grpo: how the tokens' losses are averaged. dapo: over all tokens of the step; grpo: over an answer's tokens, "
+        "then over answers; dr_grpo: as if answers had --max_completion_length tokens; luspo: sums over tokens, then "
+        "mean over answers. Other token losses: cispo, averaged like dapo; sapo and rloo, like grpo (docs/rl.md).",
     )
     sapo_temperature_pos: Positive = _grpo(
         1.0, "grpo with sapo: steepness of the gate for answers with a positive advantage."
     )
-    sapo_temperature_neg: Positive = _grpo(1.05, "grpo with sapo: the same for the others.")
+    sapo_temperature_neg: Positive = _grpo(1.05, "grpo with sapo: steepness of the gate for all other answers.")
     vllm_importance_sampling_correction: bool = _grpo(
         True,
-        "grpo with --vllm_server: weigh tokens by how much more probable they are in training than in vLLM.",
+        "grpo with --vllm_server: weight tokens by their probability in training divided by vLLM's.",
     )
     vllm_importance_sampling_mode: CorrectionMode = _grpo(
         "sequence_mask",
-        "grpo with --vllm_server: the ratio of a token or of its answer; outside of the bounds it is cut to them "
-        "(truncate), or counts 0 (mask).",
+        "grpo with --vllm_server: use the ratio of a token or of its answer; beyond a bound it is clipped to the bound "
+        "(truncate) or counts 0 (mask).",
     )
     vllm_importance_sampling_clip_max: Positive = _grpo(3.0, "grpo with --vllm_server: upper bound of the ratio.")
     vllm_importance_sampling_clip_min: Positive | None = _grpo(
@@ -102,21 +102,21 @@ class Flags(ExtensionFlags):
     )
     dynamic_sample: bool = _grpo(
         False,
-        "grpo: in place of a prompt whose answers are all rewarded alike, draw answers to another prompt of the data.",
+        "grpo: replace a prompt whose answers all have the same reward by another prompt of the data.",
     )
-    max_resample_times: Count = _grpo(3, "grpo with --dynamic_sample: how often another prompt is tried.")
-    epsilon: Positive = _grpo(0.2, "grpo: how far the ratio of new to old probability may fall and still count.")
+    max_resample_times: Count = _grpo(3, "grpo with --dynamic_sample: number of other prompts to try for each.")
+    epsilon: Positive = _grpo(0.2, "grpo: the ratio of new to old probability is clipped at 1 minus this.")
     epsilon_high: Positive | None = _grpo(
-        None, "grpo: how far it may rise (DAPO's clip-higher: 0.28). Absent: --epsilon."
+        None, "grpo: the ratio is clipped at 1 plus this (DAPO: 0.28), with cispo at this. Absent: --epsilon."
     )
     importance_sampling_level: Literal["token", "sequence"] = _grpo(
         "token", "grpo: token: a ratio for each token; sequence: one for each answer (GSPO)."
     )
     scale_rewards: Literal["group", "batch", "none"] = _grpo(
-        "group", "grpo: divide advantages by the standard deviation of the rewards of a prompt, of the step, or not."
+        "group", "grpo: divide advantages by the standard deviation of a prompt's rewards, by the step's, or not."
     )
     mask_truncated_completions: bool = _grpo(
-        False, "grpo: leave answers that came to no end within --max_completion_length out of the loss."
+        False, "grpo: leave answers that did not end within --max_completion_length out of the loss."
     )
     use_bias_correction_kl: bool = _grpo(
         False,
@@ -124,33 +124,33 @@ class Flags(ExtensionFlags):
         "TRL 1.16 does by default.",
     )
     entropy_coef: Rate = _grpo(
-        0.0, "grpo: weight of the mean entropy of the answers' tokens, subtracted from the loss: they stay varied."
+        0.0, "grpo: weight of the tokens' mean entropy, which is subtracted from the loss to keep answers varied."
     )
     critic_model_name_or_path: str | None = _ppo(
         None,
         "ppo: folder of the model that the critic starts from; it must read the same tokens and images. Absent: "
-        "--model_name_or_path, and a value head of zeros.",
+        "--model_name_or_path with a value head of zeros.",
         path="model",
         only_to_train=True,
     )
     critic_learning_rate: Rate | None = _ppo(None, "ppo: peak learning rate of the critic. Absent: --learning_rate.")
     kl_ctl: Rate = _ppo(
         0.1,
-        "ppo: penalty for tokens that are more likely than under the reference model, the model that "
-        "the run starts from. 0 needs no reference model.",
+        "ppo: weight of the penalty for tokens that are more likely than under the reference model (the model that "
+        "the run starts from). 0 needs no reference model.",
     )
     gamma: Part = _ppo(1.0, "ppo: discount of a reward per earlier token.")
-    lam: Part = _ppo(0.95, "ppo: lambda of the generalised advantages; 1: by rewards alone, 0: by the critic's.")
-    cliprange: PartBelowOne = _ppo(0.2, "ppo: how far the ratio of new to old probability may move and count.")
-    cliprange_value: Positive = _ppo(0.2, "ppo: how far a value may move from the old one and count.")
+    lam: Part = _ppo(0.95, "ppo: lambda of the generalised advantages. 1: use all later rewards, 0: the next value.")
+    cliprange: PartBelowOne = _ppo(0.2, "ppo: clipping range of the ratio of new to old probability, around 1.")
+    cliprange_value: Positive = _ppo(0.2, "ppo: clipping range of a value around the old one.")
     vf_coef: Rate = _ppo(0.1, "ppo: weight of the critic's loss relative to the actor's.")
-    clip_reward_value: Positive = _ppo(5.0, "ppo: most that the reward of an answer counts, either way.")
+    clip_reward_value: Positive = _ppo(5.0, "ppo: clip the reward of an answer to plus or minus this.")
 
     other_names: ClassVar = {
         '"stage" in the DeepSpeed JSON, which actor and critic share (--deepspeed_config ds_configs/zero2.json)': (
             "--actor_zero_stage --critic_zero_stage"
         ),
-        "--kl_ctl 0 (no reference model), for one is whole on every rank": (
+        "--kl_ctl 0 (no reference model; it would be whole on every rank)": (
             "--offload_reference_model --reference_zero_stage"
         ),
         "--model_name_or_path": "--actor_model_name_or_path",
@@ -170,19 +170,19 @@ class Flags(ExtensionFlags):
         "--soft_punish_cache": "--soft_cache_length",
     }
     not_here: ClassVar = {
-        "answers are drawn over the engine's own tensors": (
+        "answers are generated with the training engine's own tensors": (
             "--enable_hybrid_engine --inference_tp_size --release_inference_cache --tp_gather_partition_size "
             "--unpin_actor_parameters"
         ),
         "rollouts.jsonl has answers of every step with their rewards": "--print_answers --print_answers_interval",
-        "no loss of other text can be added to that of rewards yet": "--unsup_coef --unsupervised_dataset_name",
+        "a loss on other text can't be added yet": "--unsup_coef --unsupervised_dataset_name",
     }
     numbers: ClassVar = {
         "reward": Number("Reward of answers", "reward {:.3f}"),
         "reward_std": Number("Spread of rewards among the answers to a prompt"),
-        "frac_reward_zero_std": Number("Share of prompts whose answers are all rewarded alike", "no signal {:.0%}"),
+        "frac_reward_zero_std": Number("Share of prompts whose answers have equal rewards", "no signal {:.0%}"),
         "completions/mean_length": Number("Length of answers, tokens", "length {:.1f}"),
-        "completions/clipped_ratio": Number("Share of answers that came to no end", "clipped {:.0%}"),
+        "completions/clipped_ratio": Number("Share of answers that did not end", "clipped {:.0%}"),
         "entropy": Number("Entropy of answers, per token", "entropy {:.2g}"),
         "kl": Number("Distance from the reference model (KL), per token", "KL {:.2g}"),
         "objective/kl": Number("Distance from the reference model (KL), per answer", "KL {:.2g}"),
@@ -190,9 +190,9 @@ class Flags(ExtensionFlags):
         "policy/clipfrac_avg": Number("Share of tokens whose ratio is clipped", "clip fraction {:.1%}"),
         "loss/value_avg": Number("Loss of the critic"),
         "val/explained_variance": Number("Share of the returns' variance that the critic explains"),
-        "importance_sampling_ratio": Number("Weight of a token by its probability in training over vLLM's"),
-        "importance_sampling_clipped": Number("Share of tokens whose weight is cut or 0"),
-        "sampling_gap": Number("Log-probabilities when drawn and when trained: mean difference"),
+        "importance_sampling_ratio": Number("Weight of a token: its probability in training over vLLM's"),
+        "importance_sampling_clipped": Number("Share of tokens whose weight is clipped or 0"),
+        "sampling_gap": Number("Mean difference of log-probabilities between generation and training"),
     }
     zeros: ClassVar = {"max_resample_times": "--dynamic_sample False tries no other prompt"}
 
@@ -218,7 +218,7 @@ class Flags(ExtensionFlags):
         )
 
     def drawing(self, args: "Arguments") -> Drawing | None:
-        """Return a step's drawing, and the models that judge it."""
+        """Describe what a step generates, and count the frozen models that run on it."""
         training = args.training
         if self.traits(training.objective) is None:
             return None
@@ -262,12 +262,12 @@ class Flags(ExtensionFlags):
         yield from self._loss_type(args)
         unread = [name for name in args.given if name.startswith("vllm_importance_sampling")]
         if unread and self.vllm_server is None:
-            yield f"--{unread[0]} has no effect without --vllm_server: answers are drawn by the weights that train"
+            yield f"--{unread[0]} has no effect without --vllm_server: the weights that train generate the answers"
         corrects = training.objective == "grpo" and self.vllm_server and self.vllm_importance_sampling_correction
         if corrects and (self.top_k or self.top_p < 1):
             yield (
                 "--top_k and --top_p can't be used with --vllm_importance_sampling_correction, because vLLM's "
-                "probabilities are those among the tokens left: leave them out, or give False"
+                "probabilities are then normalized over the tokens left: leave them out, or give False"
             )
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and low >= high:
@@ -293,7 +293,7 @@ class Flags(ExtensionFlags):
                 yield f"{flag} can't be used with --objective {training.objective}: leave it out"
 
     def _loss_type(self, args: "Arguments") -> Iterator[str]:
-        """Yield the flags that --loss_type does not read, or needs."""
+        """Yield a line for every flag that --loss_type ignores or requires."""
         kind, given = self.loss_type, args.given
         unread = {
             "cispo": ("epsilon",),
@@ -311,19 +311,19 @@ class Flags(ExtensionFlags):
             )
 
     def _vllm(self, args: "Arguments") -> Iterator[str]:
-        """Yield the flags that --vllm_server can't support."""
+        """Yield a line for every flag that --vllm_server does not support."""
         if not _LOOPBACK.fullmatch(self.vllm_server):
             yield (
-                f"--vllm_server {self.vllm_server}: it reads weights from this machine's disk, give its address here, "
-                "like http://127.0.0.1:8765"
+                f"--vllm_server {self.vllm_server}: the server reads weights from this machine's disk: give an address "
+                "on this machine, like http://127.0.0.1:8765"
             )
         if adapted_parts(args.model) or trains_projector_only(args.model) or args.training.export_format == "llava":
             yield (
-                "--vllm_server needs a run that leaves a whole model in transformers' format: leave out adapters, "
+                "--vllm_server needs a run that exports a whole model in transformers' format: leave out adapters, "
                 "--tune_mm_mlp_adapter and --export_format llava"
             )
         if args.model.resize_token_embeddings:
             yield (
                 "--resize_token_embeddings True can't be used with --vllm_server, whose model has the rows of its "
-                "folder: write a folder with them first (run/export.py FOLDER --resize_token_embeddings), for both"
+                "folder: first write one with the new rows (run/export.py FOLDER --resize_token_embeddings), for both"
             )

@@ -1,5 +1,5 @@
 # P prompts of a rank in a step, G answers to each, A distinct answers that train, S their tokens
-"""From the rewards of generated answers to micro-batches: advantages, the weight of every token, and packs.
+"""Turn rewarded answers into micro-batches: compute advantages, weight every token, and pack.
 
 Equal answers to a prompt with the same advantage are computed once, weighted by their number. Answers of groups with
 equal rewards have no advantage; they are left out unless a reference model or an entropy bonus is used.
@@ -30,7 +30,7 @@ from llava_ds.train.evaluating.sampling import Answer
 class Group:
     """The answers to one prompt.
 
-    by_function (functions, G): their rewards, nan where one does not apply; rewards (G,): the weighted sum of the rest.
+    by_function (functions, G): rewards, nan where a function does not apply; rewards (G,): weighted sums of the others.
     """
 
     prompt: RolloutPrompt
@@ -43,8 +43,8 @@ class Group:
 class TrainedAnswer:
     """A trained answer with its prompt.
 
-    times: how often it was generated with this score (Drawn.scores); shares: its prompt is computed for an answer
-    before it in the pack.
+    times: how often it was generated with this score (Drawn.scores); shares: True if its prompt is already computed
+    for an earlier answer in the pack.
     """
 
     prompt: RolloutPrompt
@@ -183,10 +183,10 @@ def policy_batch(
 def metrics_of(
     groups: list[Group], rewards: Sequence[Reward], totals: StepTotals, mesh: Mesh, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return sums over prompts, each a mean over its answers, by TRL's names. All ranks call it together.
+    """Return metrics by TRL's names: means over a prompt's answers, summed over prompts. Collective.
 
-    A reward of the user's counts for the prompts with answers that it applies to: its sum is scaled to the number of
-    all prompts, which every number is divided by.
+    A user's reward may apply to the answers of some prompts only. Its sum is scaled up to all prompts, because every
+    metric is later divided by their number.
     """
 
     def total(values) -> torch.Tensor:

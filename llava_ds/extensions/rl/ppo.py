@@ -16,8 +16,8 @@ from llava_ds.model.open.value_head import Values
 class Valued(NamedTuple):
     """The critic's numbers of a micro-batch: Batch.extra["valued"]. Drawn.old is never None with them.
 
-    values (S,) float64: before the step's updates, at the position before each token; returns (S,) float64: the
-    critic's targets; advantages (S,) float64.
+    values (S,) float64: estimated before the step's updates, at the position before each token; returns (S,) float64:
+    the critic's targets; advantages (S,) float64.
     """
 
     values: torch.Tensor
@@ -27,7 +27,7 @@ class Valued(NamedTuple):
 
 @dataclass(frozen=True)
 class ActorCriticLoss:
-    """The loss of every token.
+    """Settings of every token's loss.
 
     cliprange: clipping range of the ratio of new to old probability; cliprange_value: clipping range of a value around
     the old one; vf_coef: weight of the critic's loss; temperature: of the generation. Sources: PPO (arXiv 1707.06347);

@@ -27,9 +27,9 @@ _BOX = re.compile(rf"[\[(]{_COORDINATE},{_COORDINATE},{_COORDINATE},{_COORDINATE
 class Completion:
     """An answer as rewards see it.
 
-    reference: the record's answer; tokens: the answer's, of at most max_tokens; sample: prompt and answer as tokens,
-    with the images; columns: the record's other columns; punished: the last tokens of max_tokens that cost reward; own:
-    a reward that comes with the answer, nan for none.
+    reference: the record's answer; tokens: length of the answer, at most max_tokens; sample: prompt and answer as
+    tokens, with the images; columns: the record's other columns; punished: number of the last tokens before max_tokens
+    that cost reward; own: a reward that comes with the answer, nan without one.
     """
 
     prompt: str
@@ -56,7 +56,7 @@ def numeric(one: Completion) -> float:
 
 
 def choice(one: Completion) -> float:
-    """Return 1 if the answer names the reference's option: its first capital letter that is a word by itself."""
+    """Return 1 if answer and reference name the same option: the first capital letter that is a word by itself."""
     found, wanted = (_LETTER.search(final_answer(text)) for text in (one.text, one.reference))
     return float(found is not None and wanted is not None and found[1] == wanted[1])
 
@@ -73,7 +73,7 @@ def format(one: Completion) -> float:
 
 
 def length(one: Completion) -> float:
-    """Return 0 for answers without punished tokens (absent: up to LONG_SHARE of the maximum), -1 for the longest.
+    """Return 0 without punished tokens (by default those beyond LONG_SHARE of the maximum), -1 for the longest answer.
 
     Source: DAPO (arXiv 2503.14476), equation 13.
     """
@@ -91,7 +91,7 @@ class Reward:
     """A reward with its weight in the sum.
 
     of_all: computes the rewards of several answers, nan for an answer that it does not apply to; None for a reward
-    model that is not built yet; of_user: it is a function from the user's file.
+    model that is not built yet; of_user: True for a function from the user's file.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Reward:
 def open_rewards(names: str | None, weights: str | None, has_model: bool = False) -> tuple[Reward, ...]:
     """Open the rewards of --reward_funcs (names or file.py:function, comma-separated) with --reward_weights.
 
-    has_model: append a reward model's. Raises ConfigError for unknown rewards, and for weights that don't match.
+    has_model: append the reward model's. Raises ConfigError for unknown rewards, and for weights that don't match.
     """
     wanted = [name.strip() for name in (names or "").split(",") if name.strip()]
     if (names is not None and not wanted) or len(set(wanted)) < len(wanted):
@@ -123,7 +123,7 @@ def open_rewards(names: str | None, weights: str | None, has_model: bool = False
     opened = [_of_file(name) if ":" in name else _own(name) for name in functions] + [None] * has_model
     shown = [name.rpartition(":")[2] for name in wanted]
     if len(set(shown)) < len(shown):
-        raise ConfigError(f"--reward_funcs {names}: two rewards are called the same in the log: rename one")
+        raise ConfigError(f"--reward_funcs {names}: two rewards have the same name in the log: rename one")
     of_user = [":" in name for name in wanted]
     return tuple(Reward(*each) for each in zip(shown, numbers, opened, of_user))
 
@@ -167,7 +167,7 @@ def _of_file(name: str) -> Callable[[Sequence[Completion]], list[float]]:
 
 
 def _lists_of(columns: Sequence[Mapping[str, object]]) -> dict[str, list]:
-    """Turn each answer's columns to a list by name, None where a record lacks one."""
+    """Collect the answers' columns into a list per name, with None where a record lacks one."""
     names = dict.fromkeys(name for each in columns for name in each)
     return {name: [each.get(name) for each in columns] for name in names}
 

@@ -15,11 +15,11 @@ from llava_ds.runtime.waiting import waiting
 def with_distances(
     batches: list[Batch], packs: Sequence[list[TrainedAnswer]], flags: Flags
 ) -> tuple[list[Batch], dict[str, torch.Tensor]]:
-    """Add to the advantages what beta times each answer's distance takes from its reward, over the other answers'.
+    """Subtract beta times (an answer's distance minus the mean distance of the other answers) from its advantage.
 
     packs: the answers of each batch; Drawn.old and Drawn.frozen are required. An answer's distance is the sum of its
-    tokens' log p_old - log p_ref; answers that were left out have none. Returns also the distance per token, as a sum
-    over prompts. Source: TRL's RLOOTrainer.
+    tokens' log p_old - log p_ref; answers left out of training count as 0. Also returns the distance per token, as a
+    sum over prompts. Source: TRL's RLOOTrainer.
     """
     number, held = flags.num_generations, [one for pack in packs for one in pack]
     numbers = {id(one.prompt): None for one in held}

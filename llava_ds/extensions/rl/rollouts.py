@@ -51,13 +51,13 @@ from llava_ds.train.objectives.prompt_sharing import shares_prompts
 from llava_ds.train.plan import Plan
 from llava_ds.train.start import Start
 
-NAMED_BY = 100  # records, spread over the data: a column of any of them is None where another record lacks it
-WATCHED_STEPS = 3  # after a start: if no group of theirs had answers with different rewards, the run says so
+NAMED_BY = 100  # records, spread over the data, that name the columns: None where another record lacks one
+WATCHED_STEPS = 3  # after a start; the run warns if none of their groups had answers with different rewards
 
 
 @dataclass(frozen=True)
 class PolicyWindow(Window):
-    """The generated answers of a step. num_prompts: of this rank, including prompts whose answers don't train."""
+    """The generated answers of a step. num_prompts: prompts of this rank, also those whose answers don't train."""
 
     num_prompts: int = 0
 
@@ -91,7 +91,7 @@ class Rollouts(SessionPart):
             configs.append(critic.model.text_config)
         self._shares_prompts = shares_prompts(self._flags.share_prompts, plan.args, configs)
         if self._drawer is not None and plan.images.trunk_inputs(torch.ones(1, dtype=torch.bool), torch.tensor([0, 1])):
-            self._shares_prompts = False  # images of an answer would attend to themselves without the prompt
+            self._shares_prompts = False  # else images in an answer would attend to themselves without the prompt
         on_every_rank(self.ranks, self._try_rewards)
 
     def built(self, model: LlavaModel) -> None:
@@ -273,8 +273,8 @@ class Rollouts(SessionPart):
         return Completion(asked.text, text, asked.reference, asked.id, columns=asked.columns, **lengths)
 
     def _watch_signal(self, groups: list[Group], is_last: bool) -> None:
-        """Print a warning at the last of the first steps if no group had answers with different rewards. All ranks
-        call it together."""
+        """Count groups without a signal; at the last watched step, print a warning if all groups were without one.
+        Collective."""
         self._groups_seen += len(groups)
         self._groups_without_signal += sum(map(has_no_signal, groups))
         if not is_last:
@@ -290,7 +290,7 @@ class Rollouts(SessionPart):
         print_first(
             f"WARNING: nothing was learned in {WATCHED_STEPS} steps: the answers to each of {totals[0]} prompts had "
             f"equal rewards, like {shown} (reference {in_short(repr(group.prompt.reference))}). Check the reward, draw "
-            "more answers (--num_generations), or tune the model on answers first"
+            "more answers (--num_generations), or fine-tune the model on answers first"
         )
 
     def _text_of(self, answer: Answer) -> str:
@@ -357,7 +357,7 @@ class Rollouts(SessionPart):
 
     @torch.no_grad()
     def _with_log_probs(self, engine, batch: Batch) -> tuple[Batch, torch.Tensor | None]:
-        """Add the log-probabilities that the loss compares with. Returns also the critic's values (S,), or None."""
+        """Add the old and reference log-probabilities for the loss. Also returns the critic's values (S,), or None."""
         values, drawn = None, batch.extra["drawn"]
         if self._has_critic or self._rewards_distance or self.updates > 1:
             engine.eval()

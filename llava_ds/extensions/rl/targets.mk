@@ -1,6 +1,6 @@
 TARGETS += grpo ppo ppo-judged ppo-descriptions
 
-# After make finetune: the tiny model learns to count by rewards of its own answers; scores before and after.
+# After make finetune: the tiny model learns to count from rewards of its own answers; scores before and after.
 grpo: install
 	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
 	$(BIN)/python run/dev/write_questions.py output/questions
@@ -31,7 +31,7 @@ ppo-judged: install
 	for model in tiny-finetune tiny-ppo-judged; do $(BIN)/python run/evaluate.py --model_path output/$$model \
 	  --data_path output/questions/heldout.json --image_folder output/questions --output output/$$model/counting.json; done
 
-# Answers of many tokens: PPO with a price on leaving the start, rewarded for right facts in descriptions of scenes.
+# Long answers: PPO with a penalty for leaving the initial model, rewarded for right facts in descriptions of scenes.
 ppo-descriptions: install
 	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
 	$(BIN)/python run/dev/write_questions.py output/descriptions --descriptions --train 6000

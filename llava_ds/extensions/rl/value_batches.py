@@ -29,7 +29,7 @@ def value_batches(
     each = _joined(found, flags.kl_ctl)
     variances, means = moments([each["advantages"], each["returns"], each["errors"]], each["weights"], totals, mesh)
     explained = 0.0 if variances[1] == 0 else 1 - variances[2] / variances[1]
-    # Means over answers, while shares are for means over tokens: a sum over an answer counts once per token.
+    # shares are the weights of means over tokens. Times the mean length, they are the weights of sums over an answer.
     per_answer = each["shares"] * (totals.tokens / max(1.0, totals.answers))
     metrics = {
         "objective/kl": (each["kl"] * per_answer).sum(),
@@ -37,7 +37,7 @@ def value_batches(
         "objective/non_score_reward": (-flags.kl_ctl * each["kl"] * per_answer).sum(),
         "objective/rlhf_reward": (each["rewards"] * per_answer).sum(),
         "val/mean": (each["values"] * each["shares"]).sum(),
-        # By this rank's prompts, counted by tokens: summed over ranks they are the step's.
+        # Weighted by this rank's shares, because they add up to the step's prompts over all ranks.
         "val/explained_variance": explained * each["shares"].sum(),
     }
     return [whitened(batch, means[0], variances[0]) for batch in found], metrics

@@ -27,7 +27,9 @@ class VllmServer:
 
     def __init__(self, url: str, folder: Path, export: ExportPlan, ranks: Ranks) -> None:
         if export.form != "hf":
-            raise ConfigError("--vllm_server reads transformers' format, but transformers has no class for this model")
+            raise ConfigError(
+                "--vllm_server reads transformers' format, but transformers has no class for this model: leave it out"
+            )
         self._url, self._folder, self._export, self._ranks = url.rstrip("/"), folder, export, ranks
 
     def push(self, engine) -> None:
@@ -40,7 +42,7 @@ class VllmServer:
     def draw(
         self, prompts: list[LoadedSample], places: list[list], seeds: list[tuple[int, ...]], rules: DrawRules
     ) -> list[list[Answer]]:
-        """Generate num_answers for every prompt. A rank may call it alone.
+        """Generate num_answers answers for every prompt. Not collective.
 
         places: paths of each prompt's images, from EncodedDataset.images_of; seeds: one per prompt.
         Raises DataError if the server fails, or if a prompt has a video.
@@ -93,6 +95,6 @@ def with_one_token_an_image(sample: LoadedSample, image_token: int) -> list[int]
 
 
 def _answer(found: dict) -> Answer:
-    """Convert vLLM's answer. It has no entropies: negative log-probabilities of the tokens have the same mean."""
+    """Convert vLLM's answer. It has no entropies; the tokens' negative log-probabilities have the same expectation."""
     log_probs = tuple(found["log_probs"])
     return Answer(tuple(found["ids"]), log_probs, -sum(log_probs), found["ended"])

@@ -84,12 +84,12 @@ def refusal(*flags: str) -> str:
             "--critic_model_name_or_path can't be used with adapters",
             marks=needs_extension("lora"),
         ),
-        (["--objective", "grpo", "--vllm_server", "http://10.0.0.1:8765"], "give its address here"),
-        (["--objective", "grpo", "--vllm_server", "http://[::1"], "give its address here"),
+        (["--objective", "grpo", "--vllm_server", "http://10.0.0.1:8765"], "give an address on this machine"),
+        (["--objective", "grpo", "--vllm_server", "http://[::1"], "give an address on this machine"),
         (["--vllm_server", "http://127.0.0.1:1"], "--vllm_server belongs to --objective grpo and ppo"),
         pytest.param(
             ["--objective", "grpo", "--vllm_server", "http://127.0.0.1:1", "--lora_enable", "True"],
-            "--vllm_server needs a run that leaves a whole model",
+            "--vllm_server needs a run that exports a whole model",
             marks=needs_extension("lora"),
         ),
         (
@@ -120,7 +120,7 @@ def test_the_tiny_recipes_eval_samples_are_not_blamed_on_a_run_of_rewards(object
     [
         ("--ppo_epochs", "did you mean --num_iterations?"),
         ("--temprature", "did you mean --temperature?"),
-        ("--offload_reference_model", "did you mean --kl_ctl 0 (no reference model), for one is whole on every rank?"),
+        ("--offload_reference_model", "did you mean --kl_ctl 0 (no reference model; it would be whole on every rank)?"),
         ("--print_answers", "leave it out, because rollouts.jsonl has answers of every step with their rewards"),
     ],
 )
