@@ -54,7 +54,7 @@ def check_devices(required: Requirements) -> Iterator[Finding]:
         found = f"GPU {i}: {gpu.name}, {total / GIB:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
         yield Finding(OK, f"{found}, {'bf16' if gpu.major >= 8 else 'no bf16'}")
         if 1 - free / total > BUSY_PART:
-            found = f"GPU {i}: others hold {(total - free) / GIB:.0f} of {total / GIB:.0f} GiB"
+            found = f"GPU {i}: other processes hold {(total - free) / GIB:.0f} of {total / GIB:.0f} GiB"
             yield Finding(WARNING, found, "nvidia-smi names the processes; choose with CUDA_VISIBLE_DEVICES")
     if len(names) > 1:
         yield Finding(WARNING, "the GPUs differ: all wait for the slowest", "choose with CUDA_VISIBLE_DEVICES")

@@ -163,7 +163,7 @@ def check_operators(required: Requirements) -> Iterator[Finding]:
             reason = re.sub(r"\x1b\[\d+m|\[WARNING\]", "", printed.getvalue()).strip().splitlines()
             found = f"{op} can't be compiled here, but {wanted}" + (f": {reason[0].strip()}" if reason else "")
             libaio = "apt-get install libaio-dev (dnf install libaio-devel)"
-            remedy = libaio if op == "async_io" else "see the compiler's"
+            remedy = libaio if op == "async_io" else "see the compiler check"
             yield Finding(PROBLEM, found, f"{remedy}, or do without {required.ops[op]}")
 
 

@@ -18,7 +18,7 @@ from llava_ds.extensions.mixtures.upcycled import expert_layers
 WAYS = {
     "grouped_mm": "all experts of a layer in one grouped matrix product",
     "batched_mm": "each token with its own copy of its experts' matrices",
-    "eager": "one after the other, with a host read in every layer of which experts have tokens",
+    "eager": "one after the other; the host reads in every layer which experts have tokens",
 }
 
 

@@ -24,8 +24,8 @@ def native_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig | None, st
     has_biases = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
     for is_other, why in (
         (family is None, f"a {config.model_type} with experts"),
-        (mixture.use_residual, "experts beside an MLP (--use_residual)"),
-        (mixture.top_k == 1, "one expert for a token, scaled by its probability (--top_k_experts 1)"),
+        (mixture.use_residual, "experts added to an MLP (--use_residual)"),
+        (mixture.top_k == 1, "one expert per token, scaled by its probability (--top_k_experts 1)"),
         (family == "mixtral" and bool(dense), f"a {config.model_type} with experts in only some of its layers"),
         (has_biases, "experts with biases"),
         (getattr(config, "use_sliding_window", False), "experts and an attention window in some layers"),

@@ -1,6 +1,6 @@
 TARGETS += moe
 
-# After make finetune: its MLPs become mixtures of experts and go on learning; scores before and after.
+# After make finetune: its MLPs become mixtures of experts and keep training; scores before and after.
 moe: install
 	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
 	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/tiny-moe.yaml \

@@ -17,7 +17,7 @@ _EXPERT = re.compile(rf"^(.*\.{re.escape(NAMES)})(\d+)(\..+)$")
 
 @dataclass(frozen=True)
 class Mixture:
-    """The mixtures of an upcycled model. layers: numbers of those with experts; top_k: experts per token."""
+    """The mixtures of an upcycled model. layers: numbers of the layers with experts; top_k: experts per token."""
 
     layers: tuple[int, ...]
     num_experts: int

@@ -27,7 +27,7 @@ from llava_ds.extensions.mixtures.kinds import UPCYCLED, is_mixture, is_upcycled
 from llava_ds.extensions.mixtures.upcycled import GATE, NAMES, Mixture, expert_of
 from llava_ds.model.open.weights import Sources, Weights
 
-OF_UPCYCLED = frozenset({"capacity_factor", "min_capacity", "train_modules"})  # flags that need such experts
+OF_UPCYCLED = frozenset({"capacity_factor", "min_capacity", "train_modules"})  # flags that need upcycled experts
 BROKEN = ("dense_mlps", "routerless_mlps")  # entries of PROPERTIES that an upcycled model lacks
 
 

@@ -20,7 +20,7 @@ FOLDER, MAX_BYTES, ALLOW_HTTP = (f"LLAVA_DS_OBJECT_{name}" for name in ("CACHE",
 
 
 def configure(folder: str | os.PathLike, max_bytes: int, allow_http: bool) -> None:
-    """Set the cache, and whether web servers may be read, for this process and its children."""
+    """Set the cache's folder and size, and the permission to read web servers, for this process and its children."""
     os.environ[FOLDER] = str(Path(folder).expanduser().absolute())
     os.environ[MAX_BYTES] = str(max_bytes)
     os.environ[ALLOW_HTTP] = "1" if allow_http else "0"

@@ -29,7 +29,7 @@ _FOLDER, _ENTRY = re.compile(r"[0-9a-f]{2}"), re.compile(r"[0-9a-f]{8,64}|\.[0-9
 
 @dataclass(frozen=True)
 class ObjectCache:
-    """Bytes by key. Keys are hexadecimal digits; the folder never exceeds max_bytes, counted in pages."""
+    """Bytes by key. Keys are hexadecimal digits; max_bytes bounds the folder's size, counted in pages."""
 
     folder: Path
     max_bytes: int

@@ -54,7 +54,7 @@ def url_problem(url: str, allow_http: bool) -> str | None:
     if "::" in url:
         return " chains several file systems: name the objects themselves"
     if protocol in HTTP and not allow_http:
-        return " is on a web server, from which nothing is read: give --allow_http True, or download it first"
+        return " is on a web server, but these are not read by default: give --allow_http True, or download it first"
     import fsspec
 
     try:
@@ -73,7 +73,7 @@ _PACKAGES |= {"az": "adlfs", "adl": "adlfs", "http": "aiohttp", "https": "aiohtt
 
 
 def identity_of(url: str) -> Identity:
-    """Query the store for an object. Raises OSError, FileNotFoundError if it does not exist."""
+    """Query the store for an object's identity. Raises OSError, FileNotFoundError if it does not exist."""
 
     def ask(fs, path: str) -> Identity:
         info = fs.info(path)
@@ -142,7 +142,7 @@ class RemoteFile(SizedFile):
         is_whole = (start, length) == (0, self._identity.num_bytes)  # some servers don't support ranges
         data = fs.cat_file(path) if is_whole else fs.cat_file(path, start=start, end=start + length)
         if len(data) != length:
-            raise OSError(errno.EIO, f"{len(data):,} bytes came where {length:,} were asked for", self.url)
+            raise OSError(errno.EIO, f"received {len(data):,} bytes, expected {length:,}", self.url)
         return bytes(data)
 
 

@@ -56,7 +56,7 @@ class SampleAnswers(Measure):
         print_first(f"step {step:,}: {len(rows)} sample questions are answered ({seconds:.1f} s)")
         for row in rows:
             answer, reference = (str(row[name])[:MOST_SHOWN] for name in ("answer", "reference"))
-            question = " ".join(plain_question(row["question"]).split())[-MOST_SHOWN:]  # its end asks
+            question = " ".join(plain_question(row["question"]).split())[-MOST_SHOWN:]  # the last turn is at its end
             print_first(f"step {step:,}: [{question}] {answer!r}, the data say {reference!r}")
 
 

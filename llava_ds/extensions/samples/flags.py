@@ -23,11 +23,11 @@ class Flags(ExtensionFlags):
 
     sample_steps: Rate | None = _samples(
         None,
-        "Steps between answers to a few questions, the last of them at the end; below 1 a fraction of all steps, "
-        "rounded up (0.1 in the recipes). Absent or 0: none.",
+        "Answer a few sample questions every so many steps and at the end; below 1, it is a fraction of all steps, "
+        "rounded up (0.1 in the recipes). Absent or 0: never.",
     )
     num_sample_questions: Count = _samples(4, "Number of questions that are answered at --sample_steps.")
-    sample_max_new_tokens: Count = _samples(64, "Longest of these answers in tokens.")
+    sample_max_new_tokens: Count = _samples(64, "Maximum length of these answers in tokens.")
     sample_data_path: str | None = _samples(
         None,
         "Samples whose first questions are answered at --sample_steps, those with images first, in any format of "

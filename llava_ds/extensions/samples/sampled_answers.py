@@ -104,8 +104,8 @@ class Decoding:
 def answers(runner: Runner, prompts: list[SampleQuestion], decoding: Decoding, ranks: Ranks) -> list[str]:
     """Return the greedy answer to each prompt, computed by the training engine at any ZeRO stage. Collective.
 
-    All ranks compute all answers, because at ZeRO-3 no rank can compute alone. Every token recomputes the complete
-    sequence, acceptable for a few short answers: no cache has to fit the language model.
+    All ranks compute all answers, because at ZeRO-3 no rank can compute alone. The complete sequence is recomputed for
+    every token: acceptable for a few short answers, and no cache has to fit the language model.
     """
     engine = runner.engine
     engine.eval()
@@ -119,7 +119,7 @@ def answers(runner: Runner, prompts: list[SampleQuestion], decoding: Decoding, r
         with queuing():
             logits = runner.forward(engine, batch, _next_logits)  # (B, V)
         chosen = batch.cu_seqlens[1:].long() if logits is None else logits.argmax(-1)
-        if ranks.world_size > 1:  # the same on every rank, on whatever hardware
+        if ranks.world_size > 1:  # ranks on different hardware may round differently
             torch.distributed.broadcast(chosen, src=ranks.world_size - 1)
         with waiting("the next token"):
             tokens = chosen.tolist()

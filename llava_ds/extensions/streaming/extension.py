@@ -10,10 +10,10 @@ from llava_ds.tracking.run_record import complete_run_record, data_record
 
 
 class Books(Hook):
-    """Writes at the end what other runs write at their start: skipped.jsonl, run.json's data, and the list of files."""
+    """Writes skipped.jsonl, run.json's data and the list of files at the end; other runs write them at their start."""
 
     def close(self) -> None:
-        """Wait for the encoding to end, and write: after skipped.jsonl is complete, and before the report."""
+        """Wait for the encoding to end, then write: after training's last line in skipped.jsonl, before the report."""
         session, plan = self.session, self.session.plan
         if session.state.stops:
             return
@@ -25,7 +25,7 @@ class Books(Hook):
         def write() -> None:
             rejections, path = list(whole.rejections()), plan.output_dir / "skipped.jsonl"
             rejected = {(row["file"], row["index"]) for row in rejections}
-            # Training wrote lines with a step for those it met; they are replaced.
+            # Training wrote lines with a step for the rejected records it met; they are replaced.
             broken = [row for row in rows_of(path) if (row["file"], row["index"]) not in rejected]
             RowLog(path, [*rejections, *broken])
             with write_errors(plan.output_dir, "the record of the run", "--output_dir"):

@@ -24,15 +24,14 @@ class Flags(ExtensionFlags):
     }
     stream: bool = _streaming(
         False,
-        "Begin training when the first records are checked and encoded, and encode the rest meanwhile. The order is "
-        "drawn over all records, and bad ones leave their place in a step empty: it is the same before and "
-        "after encoding "
-        "finishes, but differs from the order without --stream.",
+        "Begin training when the first records are checked and encoded, and encode the rest meanwhile. The order "
+        "covers all records, and bad ones leave empty places in a step: it is the same at any state of the encoding, "
+        "but differs from the order without --stream.",
     )
     shuffle_buffer_size: Count = _streaming(
         16_384,
-        "With --stream: records that are shuffled together, in whole shards of 4,096 from random places of the data. "
-        "Training begins when so many are encoded.",
+        "With --stream: number of records to shuffle together, in whole shards of 4,096 from random places of the "
+        "data. Training begins when this many are encoded.",
     )
 
     @property

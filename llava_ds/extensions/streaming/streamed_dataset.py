@@ -43,7 +43,7 @@ from llava_ds.runtime.waiting import note_progress
 
 OPEN_SHARDS = 256  # per process: each takes some 20 kB of its memory
 POLL_S, LONGEST_POLL_S = 0.1, 2.0  # between looks at the cache, perhaps on a network disk
-PATIENCE_S = 5.0  # silent waiting
+PATIENCE_S = 5.0  # of waiting, before a line reports it
 
 
 class StreamedDataset(EncodedDataset):
@@ -121,7 +121,7 @@ class StreamedDataset(EncodedDataset):
         return iter(())
 
     def positions(self, images: bool) -> Iterator[int]:
-        """Yield the first shard's samples with images or videos, or those without: the same at any time."""
+        """Yield the first shard's samples with images or videos, or those without, however much is encoded."""
         shard = int(self._rows[0]) // shards.SHARD_RECORDS
         table = self._shard(shard)
         wanted = table.column("reason").is_null().to_numpy() & ((table.column("num_pictures").to_numpy() > 0) == images)
@@ -134,19 +134,19 @@ class StreamedDataset(EncodedDataset):
         return ""
 
     def counts(self) -> list[str]:
-        """The line of the number of records."""
+        """Return a line with the number of records, and of the shards encoded so far."""
         there = len(shards.encoded_shards(self._spec.folder, self._number))
         return [
             f"{self._num_records:,} records, checked and encoded during training (--stream): {there:,} "
-            f"of {self.num_shards:,} shards are there",
+            f"of {self.num_shards:,} shards are encoded",
         ]
 
     def token_counts(self) -> list[str]:
-        """No lines: nothing is counted yet."""
+        """Return no lines: nothing is counted yet."""
         return []
 
     def notes(self) -> list[str]:
-        """No lines: no record is read yet."""
+        """Return no lines: no record is read yet."""
         return []
 
     def without_part(self, fraction: float, seed: int) -> tuple["StreamedDataset", "StreamedDataset"]:
@@ -253,7 +253,7 @@ class StreamedDataset(EncodedDataset):
                 self._beside.check()
             if time.monotonic() - began > PATIENCE_S and not told:
                 told = True
-                print_first(f"waiting for the encoding: {len(self._look()):,} of {self.num_shards:,} shards are there")
+                print_first(f"waiting for the encoding: {len(self._look()):,} of {self.num_shards:,} shards are done")
             time.sleep(pause_s)
             pause_s = min(LONGEST_POLL_S, 1.5 * pause_s)
             self._look()
@@ -303,7 +303,7 @@ def _has_changed(spec: DataSpec, number: int) -> bool:
             raise
         return False  # another process has finished the encoding
     if changed:
-        print_first(f"image files have changed since they were checked, such as {printable(changed[0])}: all are again")
+        print_first(f"image files changed since their check, such as {printable(changed[0])}: all are checked again")
     return bool(changed) or (paths[0].parent / STALE).exists()
 
 
