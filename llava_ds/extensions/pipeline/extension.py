@@ -16,14 +16,14 @@ from llava_ds.train.plan import PlanDraft
 
 
 def check(resolved: ResolvedConfig) -> Iterator[str]:
-    """Yield a line for every conflict with stages."""
+    """Yield a line for every setting that conflicts with stages."""
     flag, config = f"--pipeline_parallel_size is {resolved.args.size_of('pp')}", resolved.config
     stage = value_at(config, "zero_optimization.stage")
     if stage in (2, 3):
-        what = "send the gradients of every micro-batch" if stage == 2 else "gather a stage's weights for every one"
+        what = "send gradients" if stage == 2 else "gather a stage's weights"
         yield (
-            f"{flag}, but zero_optimization.stage is {stage}, at which ranks would {what}: write 1, a stage has "
-            "no more than its own part of the model"
+            f"{flag}, but zero_optimization.stage is {stage}, at which ranks would {what} for every micro-batch: "
+            "write 1, because a stage only holds its own part of the model anyway"
         )
     for part in OFFLOADED:
         if (device := offload_device(config, part)) != "none":
@@ -48,7 +48,7 @@ def fits(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
 
 
 def plan(draft: PlanDraft) -> None:
-    """Compare the number of stages with the layers that need the first stage. Raises ConfigError."""
+    """Raise ConfigError if the first stage can't have all layers that need it."""
     stages.check_layers(draft.model.text_config.num_hidden_layers, draft.model.tower, draft.args.size_of("pp"))
 
 

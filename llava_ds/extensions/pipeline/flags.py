@@ -35,8 +35,8 @@ class Flags(ExtensionFlags):
 
     pipeline_parallel_size: Count = _pipeline(
         1,
-        "Stages of a pipeline: ranks that have some of the language model's layers each, for nodes joined by slow "
-        "links. A step should have many micro-batches (--gradient_accumulation_steps): the more, the less stages wait.",
+        "Number of pipeline stages: each rank has some of the language model's layers, for nodes joined by slow links. "
+        "A step should have many micro-batches (--gradient_accumulation_steps): the more, the less stages wait.",
         aliases=("--pp_size",),
         resume="layout",
         shares_samples=True,

@@ -6,10 +6,10 @@ DeepSpeed would also need a Megatron object.
 from llava_ds.engine.ds_config.draft import as_json, size_shown
 
 STAGES = "pipeline"
-# The other keys, with their values without an effect, and the advice for all other values.
+# Other keys: their values without an effect, and the advice for any other value.
 OTHERS = {
-    "partition": (("best", "auto"), "stages are cut so that their FLOPs are even"),
-    "seed_layers": ((False,), "every part has a seed of its own"),
+    "partition": (("best", "auto"), "stages are cut to equal FLOPs"),
+    "seed_layers": ((False,), "every part has its own seed"),
     "activation_checkpoint_interval": ((0,), "--gradient_checkpointing says which layers are recomputed"),
     "pipe_partitioned": ((True, False), ""),  # only Megatron's layers read it
     "grad_partitioned": ((True, False), ""),

@@ -3,8 +3,8 @@
 
 Every stage has an engine of its own, with ZeRO over the ranks of the same stage. All ranks of a pipeline load the same
 micro-batches, so only hidden states and their gradients are sent, in shapes known to both sides: no sizes are sent, and
-the host never waits. DeepSpeed's PipelineModule (0.19.8) sends a shape before each tensor and reads it on the host; and
-it divides gradients by numbers of its own.
+the host never waits. DeepSpeed's PipelineModule (0.19.8) sends a shape before each tensor and reads it on the host, and
+it divides gradients by other numbers.
 Source of the schedule: arXiv 2104.04473, 2.2.1.
 """
 
@@ -36,7 +36,7 @@ from llava_ds.tracking.flops import flops_of_model
 
 @dataclass(frozen=True)
 class OwnedByStages(Placement):
-    """Every parameter is on one stage of a pipeline. everything: the complete model's parameters, in order."""
+    """Placement with every parameter on one stage. everything: the complete model's parameters, in order."""
 
     everything: tuple[Share, ...] = ()
     buffers: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -129,7 +129,7 @@ def options(model: nn.Module, mesh: Mesh) -> dict[str, object]:
 
 
 def started(engine, mesh: Mesh) -> None:
-    """Run one collective per pipeline, and sum the gradient norm over its stages.
+    """Run one collective per pipeline, and make the gradient norm a sum over its stages.
 
     NCCL connects the ranks of a group in their first collective; it can't if that is a send between two of them.
     """
@@ -138,7 +138,7 @@ def started(engine, mesh: Mesh) -> None:
 
 
 def sum_norm_over_stages(optimizer, mesh: Mesh) -> None:
-    """Compute the gradient norm over all stages of a pipeline, with a single sum.
+    """Make the optimizer compute the gradient norm over all stages of a pipeline, with a single sum.
 
     DeepSpeed 0.19.8 sums over stages once per parameter group of a stage, at ZeRO-1 and at stage 0 in bf16. The first
     stage, with tower and projector, has more groups than others: they would deadlock. Its other optimizers compute one
@@ -308,7 +308,7 @@ class _TiedGradient:
         self._sum: torch.Tensor | None = None
 
     def add(self) -> None:
-        """Add the gradient of the micro-batch that was last through its backward."""
+        """Add the gradient from the latest backward."""
         gradient, self._weight.grad = self._weight.grad, None
         if gradient is not None and self._sum is not None:
             self._sum += gradient

@@ -5,8 +5,8 @@ The first stage also has tower, projector and embeddings, and all layers after w
 the last one the final norm, the output layer and the value head. Modules of other stages are replaced by parameterless
 identity modules, so that the language model's own forward runs through all layers by number.
 
-An output layer that is the embedding belongs to the first stage. The last one computes with a copy, no parameter, whose
-gradient it sends to the first stage (stage_runner.py).
+An output layer tied to the embedding belongs to the first stage. The last stage computes with a copy that is not a
+parameter, and sends its gradient to the first stage (stage_runner.py).
 """
 
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class _Elsewhere(nn.Module):
 
 
 class TiedCopy(nn.Module):
-    """The state of the last stage's copy of the embedding; every stage has one and keeps it alike.
+    """State of the last stage's copy of the embedding. Every stage has one, and all change alike.
 
     is_fresh: the copy has the embedding's weights. Weights don't change while a model stays in eval mode, so a change
     of mode makes it stale.
@@ -166,7 +166,7 @@ def _begin_from_hidden(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, di
 
 
 def _hand_on(hidden: torch.Tensor, *_: object) -> torch.Tensor:
-    """Return the hidden states (1, T, D) for the next stage, whatever the head."""
+    """Return the hidden states (1, T, D) for the next stage, with any head."""
     return hidden
 
 

@@ -1,5 +1,5 @@
 # T tokens of a pack, s ranks that share them, t = T / s of them on a rank, N tiles of P features each
-"""A rank's part of a micro-batch, with the images in it only."""
+"""Cut a rank's part out of a micro-batch, with only the images that its tokens need."""
 
 import dataclasses
 import itertools

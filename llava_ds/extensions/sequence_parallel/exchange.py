@@ -64,12 +64,12 @@ class ColumnExchange:
         self.size, self.index = (f(group) for f in (torch.distributed.get_world_size, torch.distributed.get_rank))
 
     def all_tokens(self, *parts: torch.Tensor) -> torch.Tensor:
-        """From parts (1, t, n), return this rank's n / s columns of each, side by side, of all tokens: (1, T, sum)."""
+        """Exchange parts (1, t, n) for this rank's n / s columns of each, of all tokens, side by side: (1, T, sum)."""
         sent = torch.cat([part[0].unflatten(1, (self.size, -1)) for part in parts], -1)  # (t, s, sum)
         return _AllToAll.apply(sent.transpose(0, 1), self.group).flatten(0, 1)[None]
 
     def own_tokens(self, columns: torch.Tensor) -> torch.Tensor:
-        """From this rank's columns (1, T, n / s), return all of them of its tokens: (1, t, n)."""
+        """Exchange this rank's columns of all tokens (1, T, n / s) for all columns of its tokens (1, t, n)."""
         received = _AllToAll.apply(columns[0].unflatten(0, (self.size, -1)), self.group)  # (s, t, n / s)
         return received.transpose(0, 1).flatten(1)[None]
 
@@ -83,4 +83,4 @@ def heads_problem(num_heads: int, num_key_heads: int, ranks: int) -> str | None:
     if goes(ranks):
         return None
     sizes = ", ".join(str(number) for number in range(1, num_heads + 1) if goes(number))
-    return f"{num_heads} heads, with {num_key_heads} of keys, can't be shared out over {ranks} ranks: give {sizes}"
+    return f"{num_heads} heads, with {num_key_heads} of keys, can't be divided over {ranks} ranks: give {sizes}"

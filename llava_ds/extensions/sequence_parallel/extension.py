@@ -39,7 +39,7 @@ def _problems_of_heads(heads: int, key_heads: int, size: int, cut_by: int) -> It
     elif heads % cut_by or key_heads % cut_by:
         return  # tensor parallelism reports this
     elif problem := heads_problem(heads // cut_by, key_heads // cut_by, size):
-        yield f"{flag}, and {cut_by} ranks share its matrices: of a rank's heads, {problem}"
+        yield f"{flag}, and --tensor_parallel_size {cut_by} leaves each rank a part of the heads: {problem}"
 
 
 def _problems_of_state(config: PreTrainedConfig, size: int, cut_by: int) -> Iterator[str]:
@@ -62,7 +62,7 @@ def cutting(mesh: Mesh) -> partial:
 
 
 def adapt(model: LlavaModel, mesh: Mesh) -> None:
-    """Make a model accept such parts."""
+    """Make a model accept parts of packs."""
     share_tokens(model, mesh.at(AXIS).group)
 
 

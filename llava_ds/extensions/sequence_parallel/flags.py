@@ -27,7 +27,7 @@ class Flags(ExtensionFlags):
     keys: ClassVar = {"sequence_parallel_size": "sequence_parallel_size"}
     other_keys: ClassVar = dict.fromkeys(
         ("cp", "cp_size", "sp", "sp_size", "context_parallel_size", "ulysses_size", "ulysses_parallel_size"),
-        ((1,), 'write "sequence_parallel_size": {size}, which shares the tokens of a sample out by heads'),
+        ((1,), 'write "sequence_parallel_size": {size}, which divides tokens over ranks, and attention by heads'),
     )
     other_names: ClassVar = {
         "--sequence_parallel_size": "--context_parallel_size --cp_size --hyper_parallel_cp_size --ulysses_size"
@@ -35,9 +35,9 @@ class Flags(ExtensionFlags):
 
     sequence_parallel_size: Count = _sequence(
         1,
-        "Ranks that share the tokens of every micro-batch (Ulysses), for samples too long for one: each decodes and "
-        "encodes its own images, and computes attention for a part of the heads. --per_device_train_batch_size "
-        "counts for all of them together, --tokens_per_micro_batch for each.",
+        "Number of ranks that share the tokens of every micro-batch (Ulysses), for samples too long for one rank: each "
+        "decodes and encodes its own images, and computes attention for a part of the heads. "
+        "--per_device_train_batch_size counts for all of them together, --tokens_per_micro_batch for each.",
         aliases=("--sp_size",),
         resume="layout",
         shares_samples=True,

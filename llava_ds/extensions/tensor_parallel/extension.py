@@ -26,12 +26,12 @@ OWN_GROUPS = (
 
 
 def check(resolved: ResolvedConfig) -> Iterator[str]:
-    """Yield a line for every conflict with cut matrices."""
+    """Yield a line for every setting that conflicts with cut matrices."""
     flag, config = f"--tensor_parallel_size is {resolved.args.size_of(AXIS)}", resolved.config
     name = value_at(config, "optimizer.type")
     for optimizer, needs in WHOLE_MATRICES.items():
         if isinstance(name, str) and name.lower() == optimizer.lower():
-            yield f"{flag}, but {optimizer}'s updates depend on {needs}, missing on every rank: use another"
+            yield f"{flag}, but {optimizer}'s updates depend on {needs}, and no rank has these: use another optimizer"
     for key in OWN_GROUPS:
         value = value_at(config, f"zero_optimization.{key}")
         if value not in (None, False) and (value is True or value not in (1, -1)):

@@ -25,7 +25,7 @@ class Flags(ExtensionFlags):
     other_keys: ClassVar = {
         **dict.fromkeys((*_SIZES, "autotp_size"), ((1,), _SECTION)),
         "model_parallel_size": ((1,), f"{_SECTION} for matrices that are cut"),
-        "mp_size": ((1,), f"{_SECTION}: mp_size is of DeepSpeed's inference"),
+        "mp_size": ((1,), f"{_SECTION}: mp_size belongs to DeepSpeed's inference"),
     }
     other_names: ClassVar = {
         "--tensor_parallel_size": "--tensor_model_parallel_size --tp --autotp_size --tp_degree",
@@ -33,9 +33,9 @@ class Flags(ExtensionFlags):
 
     tensor_parallel_size: Count = _tensor(
         1,
-        "Ranks that share the matrices of the language model's layers (DeepSpeed's AutoTP), for models or batches too "
-        "large for ZeRO alone. They compute the same samples together, and add up partial results twice per layer, so "
-        "they should be in one machine.",
+        "Number of ranks that share the matrices of the language model's layers (DeepSpeed's AutoTP), for models or "
+        "batches too large for ZeRO alone. They compute the same samples together, and add up partial results twice "
+        "per layer, so they should be in one machine.",
         aliases=("--tp_size", "--deepspeed_autotp_size"),
         resume="layout",
         shares_samples=True,

@@ -24,7 +24,7 @@ from llava_ds.runtime.mesh import Mesh
 OUTPUTS = r"self_attn\.[qkv]_proj|mlp\.(gate|up)_proj"  # cut by rows, with their biases
 INPUTS = r"self_attn\.o_proj|mlp\.down_proj"  # cut by columns
 HEAD_NORMS = r"self_attn\.[qk]_norm"  # replicated, but each rank has only its own heads' gradient
-# Replicated with all their matrices: layers with a state, and what adds a layer's own token embeddings.
+# Replicated completely: layers with a state, and the matrices that add a layer's own token embeddings.
 WHOLE = r"linear_attn\..+|(per_layer_input_gate|per_layer_projection)\.weight"
 _LAYER = r"(?:.*\.)?layers\.(\d+)\."
 WORDS = "self_attn.[q|k|v|o]_proj and mlp.[gate|up|down]_proj"
@@ -50,11 +50,11 @@ def problems(config: PreTrainedConfig, tp: int) -> list[str]:
         sizes = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         counts = " or ".join(f"{heads} heads, with {key_heads} of keys," for heads, key_heads in layer_heads)
         fitting = f"give {sizes}" if common > 1 else "leave the flag out, ZeRO shards this family"
-        found.append(f"{counts} can't be shared out over {tp} ranks: {fitting}")
+        found.append(f"{counts} can't be divided over {tp} ranks: {fitting}")
     if getattr(config, "attention_dropout", 0.0):
         found.append(
-            f"attention_dropout is {config.attention_dropout} in its config.json, and ranks would drop the same of "
-            "different heads: write 0"
+            f"attention_dropout is {config.attention_dropout} in its config.json, and ranks would drop the same "
+            "positions in different heads: write 0"
         )
     with torch.device("meta"), no_init_weights():
         model = AutoModelForCausalLM.from_config(config)
@@ -127,6 +127,6 @@ def place_matrices(engine, mesh: Mesh) -> None:
     placement = CutMatrices("tp", place.size, place.index, place.group)
     held = placement.held(engine.module).items()
     other = [s.name for p, s in held if bool(s.slice) != getattr(p, "tensor_model_parallel", False)]
-    assert not other, f"DeepSpeed cuts others: {other[:3]}"
+    assert not other, f"DeepSpeed cuts other parameters: {other[:3]}"
     assert any(share.slice for _, share in held), "DeepSpeed cut nothing"
     engine.module.placement = placement

@@ -3,9 +3,9 @@
 from llava_ds.engine.ds_config.draft import as_json, size_shown
 
 SECTION = "tensor_parallel"
-# The other keys, with their values without an effect, and the advice for all other values.
+# Other keys: their values without an effect, and the advice for any other value.
 _OTHERS = {
-    "enabled": ((True,), "leave it out, the size says whether"),
+    "enabled": ((True,), "the size alone decides"),
     "tp_grain_size": ((1,), "matrices are cut into equal parts, by heads"),
     "mpu": ((), "it is an object of Megatron's: the size alone lays the ranks out"),
     "tp_group": ((), "the size alone lays the ranks out"),

@@ -63,7 +63,7 @@ def test_flag_and_the_section_of_a_pipeline_are_one_number(raw, flags, size):
         (
             {"pipeline": {"stages": 2, "partition": "parameters"}},
             [],
-            f'pipeline.partition is "parameters" {J}: remove it, stages are cut so that their FLOPs are even',
+            f'pipeline.partition is "parameters" {J}: remove it, stages are cut to equal FLOPs',
         ),
         (
             {"pipeline": {"stages": 2, "micro_batches": 4}},
@@ -180,7 +180,7 @@ def test_an_upcycled_folder_is_not_cut_into_stages():
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage is 2, at which ranks would send the gradients"),
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage is 2, at which ranks would send gradients"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3, at which ranks would gather a stage's"),
         (
             {

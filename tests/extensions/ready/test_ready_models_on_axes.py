@@ -126,7 +126,7 @@ def test_so_are_those_of_every_family(tmp_path, family):
         (
             "gemma4",
             TP,
-            "4 heads, with 2 of keys, or 4 heads, with 1 of keys, can't be shared out over 2 ranks: leave the flag out",
+            "4 heads, with 2 of keys, or 4 heads, with 1 of keys, can't be divided over 2 ranks: leave the flag out",
         ),
         ("gemma4_e", PP, "embed_tokens_per_layer is not a layer"),
     ],

@@ -99,7 +99,7 @@ def test_heads_that_cannot_be_shared_out():
     llama = toys.language_model_config("llama")  # 4 heads, 2 of keys
     for size in ("1", "2", "4"):
         check_model(arguments("--sp_size", size), llama)
-    reason = "--sequence_parallel_size is 3: .* 4 heads, with 2 of keys, can't be shared out over 3 ranks: give 1, 2, 4"
+    reason = "--sequence_parallel_size is 3: .* 4 heads, with 2 of keys, can't be divided over 3 ranks: give 1, 2, 4"
     with pytest.raises(ConfigError, match=reason):
         check_model(arguments("--sp_size", "3"), llama)
 
@@ -110,7 +110,7 @@ def test_heads_that_differ_between_layers():
         num_attention_heads=6, num_key_value_heads=3, num_global_key_value_heads=2, attention_k_eq_v=True,
     )  # fmt: skip
     check_model(arguments("--sp_size", "6"), config)
-    with pytest.raises(ConfigError, match="6 heads, with 2 of keys, can't be shared out over 3 ranks: give 1, 2, 6"):
+    with pytest.raises(ConfigError, match="6 heads, with 2 of keys, can't be divided over 3 ranks: give 1, 2, 6"):
         check_model(arguments("--sp_size", "3"), config)
 
 
@@ -126,7 +126,7 @@ def test_heads_of_layers_with_a_state_that_cannot_be_shared_out():
 
 @needs_extension("tensor_parallel")
 def test_heads_that_are_cut_and_exchanged():
-    with pytest.raises(ConfigError, match="--sequence_parallel_size is 4, and 2 ranks share its matrices: of a rank's"):
+    with pytest.raises(ConfigError, match="--sequence_parallel_size is 4, and --tensor_parallel_size 2 leaves"):
         check_model(arguments("--tp_size", "2", "--sp_size", "4"), toys.language_model_config("llama"))
     check_model(arguments("--tp_size", "2", "--sp_size", "2"), toys.language_model_config("llama"))
 

@@ -148,7 +148,7 @@ def test_every_reason_against_cut_matrices_is_given_at_once():
     lines = str(caught.value).splitlines()
     assert all(line.startswith("--tensor_parallel_size is 3: ") for line in lines)
     reasons = (
-        "4 heads, with 2 of keys, can't be shared out over 3 ranks: give 1, 2",
+        "4 heads, with 2 of keys, can't be divided over 3 ranks: give 1, 2",
         "attention_dropout is 0.1 in its config.json",
         "q_proj.weight can't be divided into 3 parts",
     )
@@ -170,7 +170,7 @@ def test_every_reason_against_cut_matrices_is_given_at_once():
         ({"optimizer": {"type": "lamb", "params": {"lr": 0.1}}}, "Lamb's updates depend on a layer's norm"),
         (
             {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
-            "Muon's updates depend on whole matrices, missing on every rank",
+            "Muon's updates depend on whole matrices, and no rank has these",
         ),
         ({"optimizer": {"type": "Adafactor", "params": {"lr": 0.1}}}, "Adafactor's updates depend on a matrix's rows"),
     ],
