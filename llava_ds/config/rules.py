@@ -188,7 +188,7 @@ def image_shape(args: Arguments) -> Iterator[str]:
 def sample_order(args: Arguments) -> Iterator[str]:
     groupings = [name for name in GROUPINGS if getattr(args.data, name)]
     if len(groupings) > 1:
-        yield f"--{' and --'.join(groupings)} are orders that exclude each other: choose one"
+        yield f"--{' and --'.join(groupings)} set different orders of the records: choose one"
     if groupings and not args.data.shuffle:
         yield f"--shuffle False keeps the files' order, --{groupings[0]} changes it: choose one"
 

@@ -361,7 +361,7 @@ def test_a_flag_out_of_bounds_is_said_once():
         ),
         (
             ["--group_by_length", "True", "--group_by_modality_length", "True"],
-            "--group_by_modality_length and --group_by_length are orders that exclude each other: choose one",
+            "--group_by_modality_length and --group_by_length set different orders of the records: choose one",
         ),
         (["--shuffle", "False", "--group_by_length_bucket", "True"], "--group_by_length_bucket changes it"),
         (["--activation_memory_gb", "4"], "give one of these, or leave it out"),

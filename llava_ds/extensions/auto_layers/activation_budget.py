@@ -28,8 +28,8 @@ GB, MB = 10**9, 10**6
 
 @dataclass(frozen=True)
 class PartLayers:
-    """The layers of a part that run, and the bytes that one of them saves for backward: all, or its input if it is
-    checkpointed."""
+    """The layers of a part that run, and the bytes that one of them saves for backward: saved_bytes, or input_bytes if
+    it is checkpointed."""
 
     name: str
     layers: list[nn.Module]
@@ -49,7 +49,7 @@ class ActivationMemory:
         return sum(len(part.layers) for part in self.parts)
 
     def counts(self, num_checkpointed: int) -> list[int]:
-        """The number of checkpointed layers by part, if so many are in all: those that free most first."""
+        """Divide num_checkpointed layers over the parts, beginning where a layer frees the most memory."""
         counts, left = [0] * len(self.parts), num_checkpointed
         for i in sorted(range(len(counts)), key=lambda i: self.parts[i].input_bytes - self.parts[i].saved_bytes):
             counts[i] = min(left, len(self.parts[i].layers))
@@ -57,7 +57,7 @@ class ActivationMemory:
         return counts
 
     def need(self, counts: list[int]) -> int:
-        """The most bytes in backward, if so many layers of each part are checkpointed, one of which is recomputed."""
+        """Return the peak bytes in backward if counts[i] layers of part i are checkpointed, one of them recomputed."""
         recomputed = max((part.saved_bytes for part, count in zip(self.parts, counts) if count), default=0)
         in_layers = sum(
             count * part.input_bytes + (len(part.layers) - count) * part.saved_bytes
@@ -66,7 +66,7 @@ class ActivationMemory:
         return self.other_bytes + recomputed + in_layers
 
     def fewest(self, room: float) -> int | None:
-        """The fewest checkpointed layers with which the need is at most room; None if all are not enough."""
+        """Return the fewest checkpointed layers that need at most `room` bytes; None if even all need more."""
         return next((n for n in range(self.num_layers + 1) if self.need(self.counts(n)) <= room), None)
 
 
@@ -102,18 +102,18 @@ def choose_checkpointed_layers(
     ]
     for part, count in zip(memory.parts, counts):
         lines.append(
-            f"{count} of {len(part.layers)} layers of the {part.name} are checkpointed: one saves "
-            f"{_size(part.saved_bytes)}, or {_size(part.input_bytes)} and is recomputed"
+            f"{count} of {len(part.layers)} layers of the {part.name} are checkpointed: a layer saves "
+            f"{_size(part.saved_bytes)}, or {_size(part.input_bytes)} if checkpointed"
         )
     if fewest == too_many:
-        lines.append(f"all of them need {_size(memory.need(counts))} of that room and may not fit")
+        lines.append(f"even so, activations need {_size(memory.need(counts))} and may not fit")
     return lines
 
 
 def measure(
     engine, largest: LargestMicroBatch, parts: dict[str, nn.Module], num_moments: float
 ) -> tuple[ActivationMemory, float]:
-    """Measure the memory of the largest micro-batch's activations, and the most that it may be on this rank."""
+    """Measure the largest micro-batch's activations, and the room for them on this rank in bytes."""
     on_gpu = engine.device.type == "cuda"
     if on_gpu:
         with waiting("the device"):
@@ -168,7 +168,7 @@ class _SavedTensors:
 def _record_saved_tensors(
     model: nn.Module, parts: dict[str, nn.Module], probes: dict[str, nn.Module]
 ) -> Iterator[_SavedTensors]:
-    """Record what autograd saves in a forward: distinct storages, without parameters and buffers.
+    """Record the storages that autograd saves in a forward, except for parameters and buffers.
 
     Under ZeRO-3 a gathered parameter has its storage only while it is used, so each tensor is compared at once.
     """
@@ -216,7 +216,7 @@ def _record_saved_tensors(
 
 
 def _gradient_bytes(engine) -> int:
-    """Bytes of a rank's gradients, allocated by its first backward."""
+    """Return the bytes of a rank's gradients, allocated by its first backward."""
     trained = (p for p in engine.module.parameters() if p.requires_grad)
     size = sum(num_elements(p) * p.element_size() for p in trained)
     return size // (engine.dp_world_size if engine.zero_optimization_stage() >= 2 else 1)

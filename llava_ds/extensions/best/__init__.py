@@ -1,1 +1,1 @@
-"""The best evaluation: its checkpoint is kept and may become the model, and a run may end without a better one."""
+"""The best evaluation: keep its checkpoint, export its model, and stop early when no better one comes."""

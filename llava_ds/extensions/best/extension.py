@@ -35,7 +35,7 @@ class BestCheckpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Best(Measure):
-    """The rule over a run's evaluations so far. rows: of evals.jsonl, a list that grows. For rank 0."""
+    """The rule and a run's evaluations so far. rows: of evals.jsonl, a list that grows. For rank 0."""
 
     rule: BestRule
     output_dir: Path
@@ -48,7 +48,7 @@ class Best(Measure):
         return None if row is None else BestCheckpoint(saved[row["step"]], row["step"], self.rule.value(row))
 
     def path(self) -> Path | None:
-        """Return the folder of that checkpoint."""
+        """Return the folder of the best checkpoint; None without one."""
         found = self.checkpoint()
         return None if found is None else found.path
 
@@ -60,7 +60,7 @@ class Best(Measure):
         if self.rule.patience is None or count < self.rule.patience:
             return None
         row = self.rule.best(self.rows)
-        best = "no number among them" if row is None else f"{self.rule.value(row):.4f} at step {row['step']:,}"
+        best = "nan (in every one so far)" if row is None else f"{self.rule.value(row):.4f} at step {row['step']:,}"
         return (
             f"{count} evaluations without a better {self.rule.metric} than {best}: training ends here "
             f"(--early_stopping_patience {self.rule.patience})"
@@ -79,7 +79,7 @@ class KeepBest(Hook):
         session.saver.protected_checkpoint = self.best.path
 
     def before_export(self) -> int | None:
-        """Load that checkpoint into the model. Raises DataError if it is damaged."""
+        """Load the best checkpoint into the model if requested; returns its step. Raises DataError if it is damaged."""
         session, ranks, metric = self.session, self.session.ranks, self.best.rule.metric
         found = self.found = broadcast_from_first(ranks, self.best.checkpoint)
         if found is None or not self.own.load_best_model_at_end:
@@ -109,8 +109,8 @@ def complete(plan: Plan, ranks: Ranks) -> None:
     metric = best_rule(vars(own)).metric
     if eval_steps is None:
         raise ConfigError(
-            "the best evaluation is looked for (--load_best_model_at_end, --metric_for_best_model, "
-            "--early_stopping_patience), and there is one alone, at the end: give --eval_steps or --eval_strategy"
+            "--load_best_model_at_end, --metric_for_best_model and --early_stopping_patience compare evaluations, but "
+            "this run has only one, at the end: give --eval_steps or --eval_strategy"
         )
     if own.load_best_model_at_end and training.save_steps % eval_steps:
         multiple = -(-training.save_steps // eval_steps) * eval_steps

@@ -22,21 +22,21 @@ class Flags(ExtensionFlags):
 
     metric_for_best_model: str | None = _best(
         None,
-        "The number of an evaluation by which the best one is found: eval_loss, eval_loss/NAME of one data source, a "
-        "benchmark by its name, or another in evals.jsonl. The checkpoint with the best is never deleted by "
-        "--save_total_limit. Absent: eval_loss, where --load_best_model_at_end or --early_stopping_patience is given.",
+        "Metric that finds the best evaluation: eval_loss, eval_loss/NAME of one data source, a benchmark by its name, "
+        "or another number in evals.jsonl. --save_total_limit never deletes the best evaluation's checkpoint. Absent: "
+        "eval_loss, if --load_best_model_at_end or --early_stopping_patience is given.",
     )
     greater_is_better: bool | None = _best(
-        None, "Whether the best is the largest. Absent: unless the name is of a loss."
+        None, "True: larger values of the metric are better. Absent: True unless the metric is a loss."
     )
     load_best_model_at_end: bool = _best(
-        False, "Export the model of the checkpoint with the best evaluation, in place of the last step's."
+        False, "Export the model of the checkpoint with the best evaluation instead of the last step's."
     )
     early_stopping_patience: Count | None = _best(
-        None, "End the run after so many evaluations in a row without a better one. Absent: never."
+        None, "End the run after this many evaluations in a row without a better one. Absent: never."
     )
     early_stopping_threshold: Rate = _best(
-        0.0, "By how much an evaluation has to be better than the best so far, to count for --early_stopping_patience."
+        0.0, "Smallest improvement over the best evaluation so far that counts for --early_stopping_patience."
     )
 
     def problems(self, args: "Arguments") -> Iterator[str]:
@@ -52,7 +52,7 @@ class Flags(ExtensionFlags):
             yield f"{given[0]} needs eval samples: give --eval_data_path, --eval_fraction or --eval_tasks"
         if self.load_best_model_at_end and (training.save_strategy == "no" or training.save_only_model):
             flag = "--save_only_model True" if training.save_only_model else "--save_strategy no"
-            yield f"--load_best_model_at_end True goes back to a checkpoint, and {flag} saves none to go back to"
+            yield f"--load_best_model_at_end True loads a checkpoint, but {flag} saves none to load: leave one out"
         if self.greater_is_better is not None and not given:
             yield (
                 "--greater_is_better has no effect without --load_best_model_at_end or --early_stopping_patience: "

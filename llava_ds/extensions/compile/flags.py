@@ -32,8 +32,8 @@ class Flags(ExtensionFlags):
         """Keys of PROPERTIES, each with the reason."""
         if not self.torch_compile:
             return {}
-        untried = dict.fromkeys(("whole_matrices", "whole_layers", "given_answers"), "no other is tried")
-        return {**untried, "dense_mlps": "how many tokens an expert has is read by the host"}
+        untried = dict.fromkeys(("whole_matrices", "whole_layers", "given_answers"), "nothing else is tested")
+        return {**untried, "dense_mlps": "the host reads how many tokens an expert has"}
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """Yield a line for a backend alone. LLaVA-NeXT's scripts name one even with compilation off."""

@@ -21,7 +21,7 @@ STATE = "ema"
 def update_averages(engine, decay: float) -> None:
     """Update the averages after a step.
 
-    A rank averages the weights it holds. Nothing is averaged before the first step that was not skipped.
+    A rank averages the weights that it holds. Averages begin with the first step that is not skipped.
     """
     optimizer = engine.basic_optimizer
     has_none = type(optimizer).__name__ == "SGD" and not any(group["momentum"] for group in optimizer.param_groups)

@@ -20,7 +20,7 @@ class Average(Hook):
         session = self.session
         take_averages(session.engine, session.mesh)
         folder = export_to_subfolder("ema", session.engine, session.plan.export, self.training, session.ranks)
-        print_first(f"the same with averaged weights: {folder}")
+        print_first(f"model with averaged weights: {folder}")
 
 
 def check(resolved: ResolvedConfig) -> Iterator[str]:

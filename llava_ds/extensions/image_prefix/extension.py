@@ -14,8 +14,8 @@ from llava_ds.runtime.ranks import Ranks, print_first
 from llava_ds.train.objectives.prompt_sharing import why_not
 from llava_ds.train.plan import Plan
 
-STEPS = 8  # whose shared tokens are counted
-FEW = 0.01
+STEPS = 8  # number of steps whose shared tokens are counted
+FEW = 0.01  # share of tokens below which sharing gains little
 
 
 def fits(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
@@ -41,7 +41,7 @@ def note_shared(plan: Plan, ranks: Ranks) -> None:
     line = f"records of one image share {part:.0%} of the tokens of the first {len(layouts)} steps"
     if part < FEW and not plan.args.own["image_prefix"].group_by_image:
         line += (
-            ": too few to gain by --share_image_prefix; --group_by_image True takes the records of an image together"
+            ": too few for --share_image_prefix to help; --group_by_image True takes the records of an image together"
         )
     print_first(line)
 

@@ -24,19 +24,18 @@ class Flags(ExtensionFlags):
 
     share_image_prefix: bool = _images(
         False,
-        "Compute the first tokens of records of one step only once where they are the same, with their images. Loss "
-        "and gradients are equal up to rounding. In random order hardly any step has two records of an image: see "
-        "--group_by_image.",
+        "Compute the tokens and images that several records of a step begin with only once. Loss and gradients are "
+        "equal up to rounding. In random order, hardly any step has two records of an image: see --group_by_image.",
         resume="layout",
     )
     group_by_image: bool = _images(
         False,
-        "With --share_image_prefix: draw images in random order, and take all records of an image in sequence. Every "
-        "step has fewer images then.",
+        "With --share_image_prefix: take images in random order, and all records of an image in sequence. Every step "
+        "then has fewer images.",
     )
 
     def requested_by(self) -> str:
-        """Return the flag that shares."""
+        """Return the flag that enables sharing."""
         return "--share_image_prefix True"
 
     def problems(self, args: "Arguments") -> Iterator[str]:
@@ -53,4 +52,4 @@ class Flags(ExtensionFlags):
         others = [name for name, value in vars(args.data).items() if name.startswith("group_by") and value]
         others = others if args.data.shuffle else ["shuffle False"]
         if self.group_by_image and others:
-            yield f"--group_by_image True and --{others[0]} are orders that exclude each other: choose one"
+            yield f"--group_by_image True and --{others[0]} set different orders of the records: choose one"

@@ -1,5 +1,5 @@
 # R records and t ids of a shard, where all features of an image are one id
-"""Records that begin with the same tokens and images: laid into one pack, where these are computed once."""
+"""Put records that begin with the same tokens and images into one pack, where these are computed once."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from llava_ds.data.dataset import BrokenSample, EncodedDataset, Undecoded
 from llava_ds.data.loaded_pairs import common_prompt
 from llava_ds.data.packing import plan_by_tokens
 
-_BASE = np.uint64(0x9E3779B97F4A7C15)  # of the polynomial that hashes ids
+_BASE = np.uint64(0x9E3779B97F4A7C15)  # base of the polynomial hash of the ids
 
 
 class GroupedDataset(EncodedDataset):
@@ -36,7 +36,10 @@ class GroupedDataset(EncodedDataset):
         return np.unique(self._keys[self.rows], return_inverse=True)[1].astype(np.int32)
 
     def summed(self, values: np.ndarray, samples: Sequence[int]) -> int:
-        """Leave out what samples share with the one before, in proportion to its tokens; they may share a few more."""
+        """Sum values without the tokens that a sample shares with the one before it, assuming equal values per token.
+
+        Samples may share a few tokens more.
+        """
         samples = np.asarray(samples, np.int64)
         rows = self.rows[samples]
         repeated = samples[1:][self._keys[rows[1:]] == self._keys[rows[:-1]]]
@@ -81,8 +84,8 @@ class GroupedDataset(EncodedDataset):
 
 
 def _prefixes(shard: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """Return a hash of each record's tokens up to its last image, and of its images, (R,) uint64, and the number of
-    these tokens, (R,) int32: 0 without images, with answers before the last one, or with nothing after it."""
+    """Hash each record's tokens up to its last image, and its images, (R,) uint64; also return the number of these
+    tokens, (R,) int32: 0 without images, with answers before the last image, or with nothing after it."""
     offsets, ids = _lists(shard, "ids")  # (R + 1,), (t,)
     images = np.flatnonzero(ids < 0)
     ends = offsets[:-1].copy()
@@ -114,7 +117,7 @@ def _digest(text: str | None) -> int:
 
 
 def _equal(keys: np.ndarray) -> list[list[int]]:
-    """Group the positions of equal keys, in the order of their first ones."""
+    """Group the positions of equal keys. Groups are in the order of their first positions."""
     found: dict[int, list[int]] = {}
     for i, key in enumerate(keys.tolist()):
         found.setdefault(key, []).append(i)

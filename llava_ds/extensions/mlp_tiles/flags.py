@@ -18,7 +18,7 @@ _, _tiles_free = flags_of("mlp_tiles")
 class Flags(ExtensionFlags):
     """The flag of tiles of tokens in MLPs."""
 
-    needs: ClassVar = {"dense_mlps": "experts deal tokens out themselves"}
+    needs: ClassVar = {"dense_mlps": "experts distribute tokens themselves"}
 
     mlp_tile_tokens: Count | None = _tiles_free(
         None,
@@ -35,4 +35,4 @@ class Flags(ExtensionFlags):
     def saving_memory(cls, args: "Arguments", tokens: int, is_one_sample: bool) -> Iterator[str]:
         """Suggest an eighth of the tokens at a time."""
         if is_one_sample and "mlp_tiles" not in args.own and "routerless_mlps" not in args.broken:
-            yield f"--mlp_tile_tokens {max(1, tokens // 8)}: MLPs take so many tokens at a time, twice"
+            yield f"--mlp_tile_tokens {max(1, tokens // 8)}: MLPs take this many at a time, recomputed in backward"

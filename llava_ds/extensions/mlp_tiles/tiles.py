@@ -32,9 +32,9 @@ def tile_mlps(language_model: nn.Module, num_tokens: int) -> str:
 
 
 def _tiled(forward, num_tokens: int, drops: bool, hidden: torch.Tensor) -> torch.Tensor:
-    """Run `forward`, an MLP's, (1, T, D) to (1, T, D), on tiles of tokens.
+    """Run an MLP's forward, (1, T, D) to (1, T, D), on tiles of tokens.
 
-    drops: True if it draws random numbers that backward has to repeat.
+    drops: True if the MLP has dropout, whose random numbers backward has to repeat.
     """
     if not torch.is_grad_enabled() or hidden.shape[1] <= num_tokens:
         return forward(hidden)

@@ -1,4 +1,4 @@
-"""The comparison of copies in a run: every few steps, when the step is judged."""
+"""The comparison of copies in a run: every few steps, before the step's weights are evaluated or saved."""
 
 from llava_ds.extensions.base import Extension, Hook, Phase, StepEnd
 

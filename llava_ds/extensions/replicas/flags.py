@@ -19,5 +19,5 @@ class Flags(ExtensionFlags):
     check_divergence_steps: NotNegative = _replicas_free(
         1000,
         "Steps between comparisons of the weights that every rank holds a copy of: all weights at ZeRO 0 to 2, the "
-        "smallest at 3. A difference ends the run with the rank's name. 0: never.",
+        "smallest at 3. A difference ends the run, and the error names the rank. 0: never.",
     )

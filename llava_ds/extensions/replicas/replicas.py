@@ -27,12 +27,12 @@ def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks) 
             for rank, names in wrong.items()
         ]
         most = 2 * len(wrong) < ranks.world_size
-        odd = "differ from most others'" if most else "differ from the first rank's, and which are right is open"
+        odd = "differ from most others'" if most else "differ from the first rank's; either may be the right ones"
         raise DataError(
-            f"step {step:,}: the ranks no longer hold the same weights, which should be copies of each other. These "
+            f"step {step:,}: the ranks no longer hold the same weights, but these should be equal copies. These "
             f"{odd}:\n" + "\n".join(lines) + f"\nthe memory, device or network of a rank is at fault, or code that "
             "runs on some ranks only. Take the machine out, and resume from a checkpoint of step "
-            f"{step - every:,} or before, when they were last seen to be the same: --resume PATH"
+            f"{step - every:,} or before, when the copies were last equal: --resume PATH"
         )
 
 

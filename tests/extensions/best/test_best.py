@@ -149,7 +149,7 @@ def test_a_checkpoint_without_an_evaluation_could_not_be_the_best(tmp_path):
     assert re.search(needed, refused(args))
     by_epoch = args.replaced(save_strategy="epoch", eval_steps=30)
     assert "give --eval_strategy epoch" in refused(by_epoch)
-    assert "there is one alone, at the end: give --eval_steps" in refused(args.replaced(eval_steps=None))
+    assert "this run has only one, at the end: give --eval_steps" in refused(args.replaced(eval_steps=None))
     assert not refused(args.replaced(eval_steps=25))
 
 
@@ -161,11 +161,11 @@ def test_a_checkpoint_without_an_evaluation_could_not_be_the_best(tmp_path):
         ({"metric_for_best_model": "loss"}, "--metric_for_best_model loss needs eval samples"),
         (
             {"load_best_model_at_end": True, "eval_fraction": 0.2, "save_strategy": "no"},
-            "goes back to a checkpoint, and --save_strategy no saves none",
+            "loads a checkpoint, but --save_strategy no saves none",
         ),
         (
             {"load_best_model_at_end": True, "eval_fraction": 0.2, "save_only_model": True},
-            "goes back to a checkpoint, and --save_only_model True saves none",
+            "loads a checkpoint, but --save_only_model True saves none",
         ),
         ({"greater_is_better": True}, "--greater_is_better has no effect without --load_best_model_at_end"),
         ({"early_stopping_threshold": 0.1}, "--early_stopping_threshold has no effect without"),

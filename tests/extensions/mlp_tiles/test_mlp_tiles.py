@@ -90,6 +90,6 @@ def test_layers_without_an_mlp_of_their_own_are_refused(family):
 
 def test_a_run_out_of_memory_is_told_of_tiles_it_does_not_have():
     (line,) = Flags.saving_memory(arguments(), 20, is_one_sample=True)
-    assert line == "--mlp_tile_tokens 2: MLPs take so many tokens at a time, twice"
+    assert line == "--mlp_tile_tokens 2: MLPs take this many at a time, recomputed in backward"
     assert not list(Flags.saving_memory(arguments(mlp_tile_tokens=8), 20, is_one_sample=True))
     assert (arguments().mlp_tokens, arguments(mlp_tile_tokens=8).mlp_tokens) == (None, 8)
