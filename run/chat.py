@@ -1,6 +1,6 @@
 """Chat with a model about images: python run/chat.py --image photo.jpg --question "What is this?"
 
-Without --question it is a conversation in the terminal; /help lists the commands, /image shows the model another image.
+Without --question, chat in the terminal; /help lists the commands, /image shows the model another image.
 --web starts a page on this machine, --serve an endpoint for OpenAI's clients. On several GPUs: deepspeed run/chat.py
 --engine deepspeed.
 """
@@ -31,13 +31,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--video", help="videos of the first question", **files)
     add("--question", help="ask this, print the answer, and exit")
     add("--quiet", action="store_true", help="print answers only: no speed, no notes")
-    add("--web", action="store_true", help="a page on this machine, with the extra 'demo'")
+    add("--web", action="store_true", help="serve a page on this machine (needs the extra 'demo')")
     add(
         "--serve",
         action="store_true",
-        help="an endpoint for OpenAI's clients on this machine, with the extra 'serve'; its key: LLAVA_DS_API_KEY",
+        help="serve an endpoint for OpenAI's clients on this machine (needs the extra 'serve' and a key in "
+        "LLAVA_DS_API_KEY)",
     )
-    add("--port", type=number(Port), help=f"on 127.0.0.1 (default: {WEB_PORT} with --web, {API_PORT} with --serve)")
+    add("--port", type=number(Port), help=f"port on 127.0.0.1 (default: {WEB_PORT} for --web, {API_PORT} for --serve)")
     add(
         "--max_concurrent_requests",
         type=number(Count),
@@ -46,19 +47,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     defaults = Sampling()
     for name, kind, text in (
         ("max_new_tokens", Count, "longest answer in tokens"),
-        ("temperature", Rate, "0: always the likeliest token; LLaVA's own chat has 0.2"),
+        ("temperature", Rate, "0: always the likeliest token; LLaVA's own chat uses 0.2"),
         (
             "top_p",
             Annotated[float, Bounds(0, 1, above=True)],
-            "with a temperature: the likeliest tokens that have this probability together",
+            "with a temperature: sample from the fewest likeliest tokens whose probabilities add up to this",
         ),
-        ("top_k", NotNegative, "with a temperature: this many of the likeliest tokens; 0: all"),
+        ("top_k", NotNegative, "with a temperature: sample from this many of the likeliest tokens; 0: from all"),
         ("repetition_penalty", Positive, "above 1, tokens that the answer already has become less likely"),
     ):
         spellings = [f"--{name}"] + ["--max-new-tokens"] * (name == "max_new_tokens")
         default = getattr(defaults, name)
         add(*spellings, type=number(kind), default=default, help=f"{text} (default: %(default)s)")
-    add("--seed", type=number(Seed), help="with a temperature: gives the same answer again; absent: another each time")
+    add("--seed", type=number(Seed), help="with a temperature: makes answers repeatable; absent: they differ each time")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # added by deepspeed's launcher
     args = parser.parse_args(argv)
     check_flags(args)
@@ -148,7 +149,7 @@ def start(options: EngineOptions) -> Ranks | None:
 
 
 def talk(session: Session, args: argparse.Namespace) -> None:
-    """Answer one question, or all that are typed in the terminal."""
+    """Answer --question, or all questions typed in the terminal."""
     session.pending += [read_media("image", path, session.loaded) for path in args.image]
     session.pending += [read_media("video", path, session.loaded) for path in args.video]
     if args.question is not None:

@@ -21,7 +21,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--output_dir", type=given_path, default="output", help="as for run/train.py (default: %(default)s)")
     add("--cache_dir", type=given_path, default="~/.cache/llava_ds", help="as for run/train.py (default: %(default)s)")
     add("--no_collective", action="store_true", help="start no ranks, as on a login node")
-    add("--json", action="store_true", help="one JSON object instead of lines")
+    add("--json", action="store_true", help="print one JSON object instead of lines")
     return parser.parse_args(argv)
 
 
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     output_dir, cache_dir = (Path(os.path.expanduser(path)) for path in (args.output_dir, args.cache_dir))
     required = Requirements(output_dir, cache_dir, config)
 
-    # Prints where it hangs, and exits with code 1.
+    # If a check hangs, print where, and exit with code 1.
     faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=sys.__stderr__)
     findings = []
     checks = tuple(check for check in CHECKS if not (args.no_collective and check.name == "collective"))

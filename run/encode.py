@@ -2,7 +2,7 @@
 
 Takes the data and model flags of run/train.py (others are ignored) and fills --cache_dir, so that training starts at
 once. Needs no GPU. Start it on any number of machines, with the same flags and a shared --cache_dir: they divide the
-work. A killed one can be started again, and continues.
+work. If it is killed, start it again: it continues.
 """
 
 import sys

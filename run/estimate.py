@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 MOST_GPUS = 100_000
 SPEED_FLAGS = {
-    "mean_sample_tokens": (AtLeastOne, "mean length of a sample, image positions included (default: the greatest)"),
-    "tiles_per_sample": (Rate, "mean number of image tiles of a sample (default: 1)"),
-    "useful_fraction": (PartAboveZero, "tokens of samples over tokens computed, where it pads (default: 1, as here)"),
-    "matmul_share": (PartAboveZero, "share of the GPU's peak that products of matrices reach (default: by the GPU)"),
-    "network_gbit": (Positive, "Gbit/s of all network cards of a node (default: the vendor's node's, else 100)"),
+    "mean_sample_tokens": (AtLeastOne, "mean length of a sample with its images (default: --model_max_length)"),
+    "tiles_per_sample": (Rate, "mean number of image tiles per sample (default: 1)"),
+    "useful_fraction": (PartAboveZero, "share of the computed tokens that are no padding (default: 1, as in packs)"),
+    "matmul_share": (PartAboveZero, "share of the GPU's peak that matrix products reach (default: depends on the GPU)"),
+    "network_gbit": (Positive, "Gbit/s of all network cards of a node (default: as in the vendor's node, else 100)"),
     "overlap": (Part, "share of compute that can hide traffic, if DeepSpeed overlaps them (default: 0.8)"),
 }
 
@@ -53,7 +53,7 @@ def add_flags(add: Callable[..., object]) -> None:
         "--vision_tower name folders; with neither of these, the tiny model",
     )
     add("--num_gpus", type=number(Count), default=8, help="ranks that train together (default: %(default)s)")
-    add("--gpus_per_node", type=number(Count), default=8, help="for the node's memory and links (default: %(default)s)")
+    add("--gpus_per_node", type=number(Count), default=8, help="for a node's memory and links (default: %(default)s)")
     add("--gpu_memory", type=number(Positive), metavar="GB", help="memory of a GPU, for a verdict and advice")
     add(
         "--gpu",
@@ -71,7 +71,7 @@ def add_flags(add: Callable[..., object]) -> None:
         "--supervised_fraction",
         type=number(Part),
         default=SUPERVISED,
-        help="fraction of the tokens that is supervised, and needs logits (default: %(default)s)",
+        help="fraction of the tokens that are supervised, and so need logits (default: %(default)s)",
     )
     add("--json", action="store_true", help="print one JSON object, in bytes, instead of the table")
     add("--speed", action="store_true", help="also estimate the time of a step, by a roofline; needs --gpu")
@@ -169,7 +169,7 @@ def main(argv: list[str]) -> None:
 
 
 def auto_lines(args: "Arguments", run: Run, gpu_memory: float | None) -> list[str]:
-    """Return a line about the choice of auto, if a flag has it."""
+    """Return a line about what auto chooses, if a flag is auto."""
     names = ("tokens_per_micro_batch", "gradient_checkpointing")
     flags = ", ".join(f"--{name}" for name in names if getattr(args.training, name) == "auto")
     if not flags or run.batch is None:
@@ -216,7 +216,7 @@ def read_run(own: argparse.Namespace, args: "Arguments", devices: Devices) -> tu
 
 
 def read_speed(own: argparse.Namespace, run: Run, resolved: ResolvedConfig, gpu: Gpu, gpu_memory: float) -> SpeedRun:
-    """Return the work of a step and the machine, with the flags' changes."""
+    """Return the work of a step and the machine, as changed by the flags."""
     training, longest = resolved.args.training, resolved.args.data.model_max_length
     if own.mean_sample_tokens is not None and own.mean_sample_tokens > longest:
         raise ConfigError(

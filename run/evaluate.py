@@ -26,7 +26,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add_engine_flags(parser)
     add("--task", choices=TASK_NAMES, default="llava", help="benchmark (default: a file in LLaVA's format)")
     add("--data_path", type=given_path, help="the questions; in LLaVA's format 'kind' groups the scores")
-    add("--annotations", type=given_path, help="the answers, where the benchmark has them in another file or folder")
+    add("--annotations", type=given_path, help="the answers, if the benchmark has them in another file or folder")
     add("--image_folder", type=given_path, help="folder that the image paths are relative to")
     add(
         "--metric",
@@ -34,17 +34,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help=f"for --task llava: one of {', '.join(CHOSEN_METRICS)}, or file.py:function "
         "that gets lists of prompts, completions, references and ids (default: %(default)s)",
     )
-    add("--split", help="of ScienceQA (default: test), or of --data_path of --task llava and preference")
+    add("--split", help="split of ScienceQA (default: test), or of --data_path with --task llava or preference")
     add("--limit", type=number(Count), help="ask the first questions only")
     add(
         "--turns",
         choices=TURNS,
         default="together",
-        help="of --task llava: together asks a later question after the record's own earlier turns, true answers "
-        "included; each asks every question by itself (default: %(default)s)",
+        help="for --task llava: together asks a later question after the record's earlier turns with their true "
+        "answers; each asks every question by itself (default: %(default)s)",
     )
     add("--compare_blank_image", action="store_true", help="ask again with every image replaced by a blank one")
-    add("--compare_without_image", action="store_true", help="ask again with no image and no mark of one in the prompt")
+    add("--compare_without_image", action="store_true", help="ask again without images and their marks in the prompt")
     add(
         "--show_wrong",
         type=number(NotNegative),
@@ -52,7 +52,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="N",
         help="print N wrong answers with reference and images, the most confident first (default: %(default)s)",
     )
-    add("--batch_size", type=number(Count), default=48, help="questions at a time on a device (default: %(default)s)")
+    add("--batch_size", type=number(Count), default=48, help="questions per batch on a device (default: %(default)s)")
     add("--max_new_tokens", type=number(Count), help=f"longest answer in tokens (default: {MOST_NEW_TOKENS})")
     add(
         "--best_of",
@@ -66,8 +66,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         type=given_path,
         help="write the scores to this .json file, and every answer to a .jsonl file of the same name",
     )
-    add("--resamples", type=number(Count), default=1000, help="of bootstrap intervals (default: %(default)s)")
-    add("--seed", type=number(Seed), default=0, help="of the bootstrap, and of --best_of (default: %(default)s)")
+    add("--resamples", type=number(Count), default=1000, help="resamples of bootstrap intervals (default: %(default)s)")
+    add("--seed", type=number(Seed), default=0, help="seed of the bootstrap and of --best_of (default: %(default)s)")
     add(
         "--cache_dir",
         type=new_folder,
@@ -212,7 +212,7 @@ def main(argv: list[str]) -> None:
 
 
 def read(args: argparse.Namespace, ranks: Ranks) -> tuple[Given, list[Question]]:
-    """Return the flags about the questions, and the questions, the same on all ranks."""
+    """Read the questions, the same on all ranks. Also returns the flags that name them."""
     with first_rank_first(ranks):
         data_path, image_folder = args.data_path, args.image_folder
         if data_path is None:
@@ -243,7 +243,7 @@ def open_model(args: argparse.Namespace, options: EngineOptions, ranks: Ranks) -
 
 
 def drawn_by(args: argparse.Namespace) -> dict[str, object]:
-    """Return the settings that answers depend on if they are drawn and judged."""
+    """Return the settings that answers of --best_of depend on."""
     if args.best_of is None:
         return {}
     judge = model_digest(args.reward_model_name_or_path, "--reward_model_name_or_path")
@@ -259,7 +259,7 @@ def answers_to(
     args: argparse.Namespace,
     ranks: Ranks,
 ) -> list[Answer]:
-    """Return the answer to each question, on every rank; answers of earlier attempts are read instead."""
+    """Return the answer to each question, on every rank. Answers stored by earlier attempts are reused."""
     known = answered(store, column, len(questions), ranks)
     if known:
         print_first(f"{column}: {len(known):,} of {len(questions):,} questions are answered already")
@@ -281,7 +281,7 @@ def answers_to(
 def show(
     scored: dict[str, Scored], rows: list[dict], data_path: str, store: Store | None, args: argparse.Namespace
 ) -> None:
-    """Print the scores, write them to the store if there is one, and update the run's report in its folder.
+    """Print the scores, write them to the store if it exists, and update the report of a run in its folder.
 
     rows: answers to the unchanged questions.
     """
@@ -303,7 +303,7 @@ def show(
 
 
 def into_card(scores: dict[str, object], data_path: str, args: argparse.Namespace) -> None:
-    """Add the scores to the model's card, if it was written by this project; a failure is a warning."""
+    """Add the scores to the model's card, if this project wrote it; a failure is only a warning."""
     data = "generated scenes" if args.data_path is None else os.path.basename(os.path.abspath(data_path))
     name = (
         f"{data}{f', the first {args.limit:,}' if args.limit else ''}{', turns by themselves' * (args.turns == 'each')}"

@@ -44,18 +44,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
         + "".join(f"; {dtype}: of {title}" for dtype, title in values_of("dtype").items()),
     )
     add("--max_shard_size", default=DEFAULT_SHARD_SIZE, help="largest file (default: %(default)s)")
-    add("--model_name_or_path", type=given_path, help="present folder of a checkpoint's base language model")
-    add("--pretrain_mm_mlp_adapter", type=given_path, help="present path of the projector that the run started from")
-    add("--model_base", type=given_path, help="the model under an adapter")
+    add("--model_name_or_path", type=given_path, help="current folder of a checkpoint's base language model")
+    add("--pretrain_mm_mlp_adapter", type=given_path, help="current path of the projector that the run started from")
+    add("--model_base", type=given_path, help="base model of an adapter")
     add(
-        "--vision_tower", help="present folder of the vision tower; with --format llava, the name that its loader opens"
+        "--vision_tower", help="current folder of the vision tower; with --format llava, the name that its loader opens"
     )
     add(
         "--adapters",
         nargs="+",
         type=given_path,
         metavar="FOLDER",
-        help="more adapters over the base of the one in SOURCE, merged with it by weight",
+        help="more adapters for the base model of the adapter in SOURCE, merged with it by weight",
     )
     add(
         "--adapter_weights",
@@ -89,8 +89,8 @@ def _add_more(add: Callable[..., object]) -> None:
         "--resize_token_embeddings",
         action="store_true",
         default=None,
-        help="add rows to the embedding and the output layer of a model folder for tokens that have none; they are the "
-        "mean of the others",
+        help="add rows to the embedding and the output layer of a model folder for tokens that have none; new rows are "
+        "the mean of the others",
     )
     add("--pad_embeddings_to_multiple_of", type=number(Count), help="round the number of rows up to a multiple of this")
     add_plugin_flag(add)
@@ -143,10 +143,10 @@ def main(argv: list[str]) -> None:
         form, export, entries = args.format or restored.export.form, restored.export, restored.entries
     else:
         if args.average > 1:
-            raise ConfigError(f"--average {args.average} needs a checkpoint, but SOURCE is none: leave it out")
+            raise ConfigError(f"--average {args.average} needs a checkpoint, but SOURCE is not one: leave it out")
         for name in ("model_name_or_path", "pretrain_mm_mlp_adapter"):
             if name in given:
-                raise ConfigError(f"--{name} needs a checkpoint, but SOURCE is none: leave it out")
+                raise ConfigError(f"--{name} needs a checkpoint, but SOURCE is not one: leave it out")
         if ROWS[1] in given and ROWS[0] not in given:
             raise ConfigError(f"--{ROWS[1]} has no effect without --{ROWS[0]}: give that, or leave it out")
         form = args.format or "hf"
@@ -191,7 +191,7 @@ def _check_is_not_read(output_dir: Path, source: Path, export: ExportPlan) -> No
 
 def _check_form(export: ExportPlan, dtype: str, has_adapter: bool) -> None:
     if export.form == "adapter" and not has_adapter:
-        raise ConfigError("--format adapter needs the checkpoint of a LoRA run, but SOURCE is none: give hf or llava")
+        raise ConfigError("--format adapter needs a LoRA run's checkpoint, but SOURCE is not one: give hf or llava")
     own = next((each.values["format"] for each in EXTENSIONS.values() if dtype in each.values.get("dtype", ())), None)
     if own is not None and export.form not in own:
         raise ConfigError(f"--dtype {dtype} goes with --format {own[0]}: give float32, bfloat16 or float16")

@@ -143,7 +143,7 @@ def _model(args: "Arguments") -> "tuple[Arguments, PreTrainedTokenizerBase, Towe
             print_first(note)
     if tower is None:
         if args.model.vision_tower is None:
-            print("no --vision_tower: images are prepared and counted as for the tiny model's")
+            print("no --vision_tower: images are prepared and counted as for the tiny model's tower")
             args = args.replaced(vision_tower=str(CLIP_PATH))
         tower = read_tower(args.model.vision_tower, args.model)
     if tokenizer is None:

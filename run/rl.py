@@ -1,4 +1,4 @@
-"""Train a LLaVA model by rewards of its own answers: deepspeed run/rl.py --reward_funcs exact --deepspeed_config zero2
+"""Train a LLaVA model on rewards of its own answers: deepspeed run/rl.py --reward_funcs exact --deepspeed_config zero2
 
 It is run/train.py with --objective grpo by default, or ppo: same flags, checkpoints, log and export (docs/rl.md).
 """

@@ -12,7 +12,7 @@
 #SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --output=%x-%j.log
-# Two minutes before the time limit every rank is told to save (if saving takes longer, raise the number). Then, and
+# Two minutes before the time limit, every rank is signalled to save (if saving takes longer, raise the number). Then, and
 # when a machine fails, the job is requeued, and resumes from its newest whole checkpoint.
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -33,7 +33,7 @@ export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-${TMPDIR:-/tmp}/torch_exten
 code=0
 srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$PYTHON" -u run/train.py "$@" || code=$?
 
-# 75: it was told to stop, and saved a checkpoint to resume from; 79 is the same without one (docs/checkpoints.md).
+# 75: it was asked to stop, and saved a checkpoint to resume from; 79 is the same without one (docs/checkpoints.md).
 # scancel ends this script before this line.
 if [ "$code" -eq 75 ]; then
     echo "saved: job $SLURM_JOB_ID goes back into the queue"

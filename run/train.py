@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     """Train, and return the exit code: 0, or EXIT_STOPPED or EXIT_NOT_RESUMABLE if the run was asked to stop."""
     with (
         OutputLock() as lock,
-        Watchdog() as watchdog,  # this and the next one report this rank's end to the others
+        Watchdog() as watchdog,  # it and Stopping report this rank's end to the other ranks
         Stopping(on_leaving=watchdog.leaving) as stop,
     ):
         lock.set_ending_check(lambda: stop.is_requested)

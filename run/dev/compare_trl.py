@@ -35,7 +35,7 @@ PAIR_CASES = [
     {"loss_types": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "alone": True},
     {"trainer": "cpo", "beta": 2.0, "simpo_gamma": 0.7}, {"trainer": "cpo", "simpo_gamma": 0.3, "label_smoothing": 0.1},
 ]  # fmt: skip
-# Drawn last: the numbers before stay.
+# Generated last, so that the cases above keep their numbers.
 WITHOUT_REFERENCE_CASES = [
     {"trainer": "cpo", "loss_types": ["sigmoid"], "label_smoothing": 0.1},
     {"trainer": "cpo", "loss_types": ["sigmoid"], "cpo_alpha": 0.5, "alone": True},
@@ -149,7 +149,7 @@ def answer_cases(rng: np.random.Generator) -> list[dict]:
     for case in ANSWER_CASES:
         rows, other = ([logs(rng, int(rng.integers(1, LONGEST + 1))) for _ in range(2 * PAIRS)] for _ in range(2))
         near, far = (np.round([sum(row) + rng.normal(0, 2) for row in each], 4) for each in (rows, other))
-        far += 5 if case.get("far") else -1  # an estimate below zero, or above
+        far += 5 if case.get("far") else -1  # makes the KL estimate negative, or positive
         values = {"rows": rows, "mismatched": other, "reference": near.tolist(), "mismatched_reference": far.tolist()}
         cases.append({"weights": [1.0, 1.0], **case, "labels": [bool(i % 3) for i in range(2 * PAIRS)], **values})
     return cases

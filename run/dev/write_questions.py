@@ -1,4 +1,4 @@
-"""Write questions about generated scenes, for make grpo and its like: run/dev/write_questions.py FOLDER
+"""Write questions about generated scenes, for make grpo and similar targets: run/dev/write_questions.py FOLDER
 
 train.json: four of five questions request a number, the tuned tiny model's weakest kind; the others cover all other
 kinds, so that they are not forgotten. --counting sets another share, and --twice more of one other kind. heldout.json:

@@ -35,7 +35,7 @@ class Row:
 
 def markdown(rows: list[Row]) -> str:
     """Format the rows as a markdown table."""
-    lines = [["", "median", "lowest to highest", "asked for"], *(row.cells() for row in rows)]
+    lines = [["", "median", "lowest to highest", "target"], *(row.cells() for row in rows)]
     widths = [max(len(cells[i]) for cells in lines) for i in range(4)]
     written = [f"| {' | '.join(cell.ljust(width) for cell, width in zip(cells, widths))} |" for cells in lines]
     rule = f"| {' | '.join('-' * width for width in widths)} |"

@@ -46,7 +46,7 @@ def write_records(folder: Path, number: int) -> Path:
 
 
 def preflight(num_records: int = 100_000, workers: int = 1, tokenizer: str = "", stream: bool = False) -> None:
-    """Encoding of text records: records per second and process, in a first and a second run.
+    """Measure the encoding of text records: records per second and process, in a first and a second run.
 
     --stream: seconds until the records are counted, the first step of 128 samples is encoded, and all are encoded.
     """
@@ -105,7 +105,7 @@ def packing(
     num_steps: int = 100,
     plain: bool = False,
 ) -> None:
-    """Fill and balance of packs, and the cost of planning, on LLaVA-1.5's stage 2 length mix in random order.
+    """Measure fill and balance of packs, and the cost of planning, on LLaVA-1.5's stage 2 length mix in random order.
 
     fill: tokens / (packs * bound). balance: mean rank's work / slowest rank's, per round, in tokens. most: the fill if
     packs could be filled to the last token, given the sizes of the steps. --plain: without the local search that

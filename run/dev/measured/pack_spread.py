@@ -1,4 +1,4 @@
-"""Processor time of the ranks of a step, with packs evened by tokens and their squares and by all their work."""
+"""Measure the ranks' processor time per step, with packs balanced by tokens and their squares, or by all their work."""
 
 import json
 import random
@@ -26,8 +26,8 @@ from llava_ds.model.llava import LlavaModel
 from llava_ds.tracking.flops import model_flops
 
 SIDES = ((64, 64), (80, 300), (150, 160), (213, 160), (160, 213), (288, 288), (100, 288))  # 1 to 17 tiles
-REPEATS = 3  # of a pack, of which the fastest counts
-BOUND = 6  # tokens of a pack, in lengths of the longest sample
+REPEATS = 3  # runs of a pack; the fastest counts
+BOUND = 6  # tokens per pack, as a multiple of the longest sample's length
 
 
 def spread(text: float = 0.3, ranks: int = 2, steps: int = 6, samples: int = 8, frozen: bool = False) -> None:
@@ -63,8 +63,8 @@ def spread(text: float = 0.3, ranks: int = 2, steps: int = 6, samples: int = 8, 
         ratios = [max(each) / statistics.mean(each) for each in seconds]
         slowest, mean = (sum(map(part, seconds)) for part in (max, statistics.mean))
         print(
-            f"evened by {way}: largest over mean {statistics.median(ratios):.3f} at the median, {max(ratios):.3f} at "
-            f"most; the slowest ranks take {slowest:.2f} s, {slowest / mean:.3f} times the mean"
+            f"balanced by {way}: slowest over mean rank {statistics.median(ratios):.3f} at the median, "
+            f"{max(ratios):.3f} at most; the slowest ranks take {slowest:.2f} s, {slowest / mean:.3f} times the mean"
         )
 
 

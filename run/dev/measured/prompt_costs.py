@@ -1,4 +1,4 @@
-"""Forward and backward of samples that share their first tokens, against samples that each have their own."""
+"""Compare forward and backward of samples that share their first tokens with samples that each have a copy."""
 
 import statistics
 import time
@@ -23,10 +23,10 @@ def shared_prompts(
     prompt: int = 640, answer: int = 64, answers: int = 8, prompts: int = 1, width: int = 256, layers: int = 6,
     rounds: int = 7,
 ) -> None:  # fmt: skip
-    """Print processor seconds, alternating, on one thread, what backward needs in memory, and the largest relative
-    difference of a gradient.
+    """Print processor seconds (alternating runs, one thread), the memory that forward keeps for backward, and the
+    largest relative difference of a gradient.
 
-    prompt, answer: tokens, the prompt's image of 36 among them; answers: per prompt, 2 for pairs; width, layers: of a
+    prompt, answer: tokens, including the prompt's image of 36; answers: per prompt, 2 for pairs; width, layers: of a
     Llama with 768 ids under the tiny model's tower.
     """
     model, options = _model(prompt + answer, width, layers)
@@ -38,10 +38,11 @@ def image_prefix(
     images: int = 2, records: int = 5, prefix: int = 611, question: int = 12, answer: int = 12, width: int = 256,
     rounds: int = 5,
 ) -> None:  # fmt: skip
-    """Measure a pack of `records` conversations about each image as shared_prompts does.
+    """Measure a pack of `records` conversations about each image, like shared_prompts.
 
-    Also prints how many samples of a step of 128 would share in random order, for such data about 83,000 images, as
-    VQAv2 has, and about 2,000. prefix: tokens up to the image's end (LLaVA-1.5: 35 and 576); question, answer: tokens.
+    Also prints the share of samples that would share a prefix in a step of 128 in random order, for data about 83,000
+    images (like VQAv2) and about 2,000. prefix: tokens up to the image's end (LLaVA-1.5: 35 and 576); question, answer:
+    tokens.
     """
     for number in (83_000, 2_000):
         rng, about = np.random.default_rng(0), np.arange(number * records) // records
@@ -76,7 +77,7 @@ def _model(length: int, width: int, layers: int) -> tuple[LlavaModel, ImageOptio
 
 
 def _compare(model: LlavaModel, samples: list[LoadedSample], options: ImageOptions, rounds: int) -> None:
-    """Print time, memory and difference of samples that share tokens and of the same with copies."""
+    """Print time, memory and gradient difference of samples that share tokens, against the same samples with copies."""
     batches = {
         "shared": collate(samples, options),
         "each its own": collate([replace(one, shared=0) for one in samples], options),
@@ -125,7 +126,7 @@ def _step(model: LlavaModel, batch: Batch) -> list[torch.Tensor]:
 
 
 def _saved_mib(model: LlavaModel, batch: Batch) -> float:
-    """Return how much memory the forward pass keeps for the backward pass, weights aside."""
+    """Return the MiB that the forward pass keeps for the backward pass, without weights."""
     weights, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

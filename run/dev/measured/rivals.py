@@ -1,5 +1,5 @@
 # B padded samples, T tokens of all samples laid end to end, S supervised positions
-"""Forward and backward of LLaVA's second stage: this trainer, and transformers' class over padded or packed samples."""
+"""Compare forward and backward of LLaVA's stage 2: this trainer, and transformers' class on padded or packed data."""
 
 import statistics
 import time
@@ -26,10 +26,11 @@ PADDED = 16  # samples of a padded batch, as in LLaVA's scripts
 
 
 def rivals(vocabulary: int = 768, batches: int = 2, rounds: int = 5) -> None:
-    """Print processor time over ours, alternating, on one thread, of 16 samples' worth of `batches` in one pack.
+    """Print the others' processor time over ours (alternating runs, one thread), for 16 * `batches` samples.
 
-    padded: batches of 16, logits of all positions, SDPA; packed: one pack, one pass of the tower, logits of supervised
-    positions, SDPA sample by sample. vocabulary: 768 gives the output layer 2 % of the padded FLOPs, 16384 gives 29 %.
+    ours: one pack; padded: batches of 16, logits of all positions, SDPA; packed: one pack, one pass of the tower,
+    logits of supervised positions, SDPA sample by sample. vocabulary: 768 gives the output layer 2 % of the padded
+    FLOPs, 16384 gives 29 %.
     """
     torch.set_num_threads(1)
     shape = replace(SMALL_VOCABULARY, vocab=vocabulary)

@@ -33,7 +33,7 @@ def planning(
     tokens: int = 8192,
     order: str = "modality",
 ) -> None:
-    """Index of a data set, order of an epoch and layout of steps, for LLaVA-1.5's length mix.
+    """Measure the index of a data set, the order of an epoch and the layout of steps, for LLaVA-1.5's length mix.
 
     The ranks of a machine open the index in turn; the first one computes the order, the others map it. --tokens 0: pack
     by count. private: memory not backed by a file.

@@ -1,7 +1,7 @@
 # N images, P patches, S squares per image, C tower width, D language-model width
 """Fit an initial projector for stage 1: ridge regression from images to the embeddings of the words in their names.
 
-It is the recipes' mlp1x_gelu_avg4: a linear layer on the mean of each 4 x 4 patches of their layer.
+The projector is the recipes' mlp1x_gelu_avg4: a linear layer on the mean of each 4 x 4 patches of their layer.
 
 Without it, stage 1 needs far more images than these until a frozen language model names their objects.
 """

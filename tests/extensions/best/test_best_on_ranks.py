@@ -73,7 +73,7 @@ def test_the_last_checkpoints_can_be_averaged(folder, stage, tmp_path):
         assert torch.allclose(weight, sum(each[key] for each in several) / 3, atol=1e-7), key
     with pytest.raises(ConfigError, match="checkpoints exist up to 20: give at most that many"):
         run_script("export.py", newest[0], "--average", 21, "--output_dir", tmp_path / "none")
-    with pytest.raises(ConfigError, match="--average 2 needs a checkpoint, but SOURCE is none"):
+    with pytest.raises(ConfigError, match="--average 2 needs a checkpoint, but SOURCE is not one"):
         run_script("export.py", found, "--average", 2, "--output_dir", tmp_path / "none")
 
 

@@ -91,7 +91,7 @@ def test_a_checkpoint_gives_the_adapter_and_the_merged_model(runs, tmp_path):
     name = "model.layers.1.mlp.down_proj.weight"
     assert not torch.equal(merged[f"language_model.{name}"], base[name])
 
-    with pytest.raises(ConfigError, match="--format adapter needs the checkpoint of a LoRA run, but SOURCE is none"):
+    with pytest.raises(ConfigError, match="--format adapter needs a LoRA run's checkpoint, but SOURCE is not one"):
         run_script("export.py", tmp_path / "merged", "--format", "adapter", "--output_dir", tmp_path / "none")
 
 

@@ -137,7 +137,7 @@ def test_a_default_rate_that_is_too_high_is_named():
 
 
 @pytest.mark.parametrize(
-    ("flag", "expected"), [("--help", "Train a LLaVA model by rewards"), ("--epsilo", "run/rl.py: error:")]
+    ("flag", "expected"), [("--help", "Train a LLaVA model on rewards"), ("--epsilo", "run/rl.py: error:")]
 )
 def test_the_script_speaks_under_its_own_name(flag, expected):
     script = Path(__file__).resolve().parents[3] / "run" / "rl.py"
