@@ -20,8 +20,8 @@ from llava_ds.files.model_files import check_folder, library_errors, own_file, r
 MAX_NAMED = 4  # tokens named in one line
 MAX_GAP = 1 << 16  # ids without a token
 
-# Classes that in 4.37 begin a text with bos unless tokenizer_config.json says otherwise, whatever the post-processor in
-# tokenizer.json.
+# Classes that begin a text with bos in transformers 4.37 unless tokenizer_config.json says otherwise. They ignore the
+# post-processor in tokenizer.json.
 _BEGINS_WITH_BOS = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer"}
 # A space is added only at the beginning of the whole text: LlamaTokenizer with legacy=False.
 _FIRST_SPACE_ONLY = "sentencepiece_first_space_only"
@@ -126,7 +126,7 @@ def _rebuilt(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedToke
     backend.no_padding()
     backend.no_truncation()
     if declared in _BEGINS_WITH_BOS:
-        # transformers 5 writes flags of its own class that have their defaults as false or null.
+        # transformers 5 also writes flags that are at their class's defaults: as false or null.
         bos = tokenizer.bos_token if config.get("add_bos_token") in (True, None) else None
         eos = tokenizer.eos_token if config.get("add_eos_token") else None
         backend.post_processor = _framing(backend, bos, eos)

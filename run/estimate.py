@@ -54,7 +54,7 @@ def add_flags(add: Callable[..., object]) -> None:
     )
     add("--num_gpus", type=number(Count), default=8, help="ranks that train together (default: %(default)s)")
     add("--gpus_per_node", type=number(Count), default=8, help="for a node's memory and links (default: %(default)s)")
-    add("--gpu_memory", type=number(Positive), metavar="GB", help="memory of a GPU, for a verdict and advice")
+    add("--gpu_memory", type=number(Positive), metavar="GB", help="memory of each GPU: say if the run fits, and advise")
     add(
         "--gpu",
         metavar="NAME",

@@ -16,8 +16,8 @@ CHECKPOINTING = {
 # code reads them. Those given are printed at the start of a run.
 WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "mm_resampler_type": (("None", "none", ""), "no resampler exists between tower and projector"),
-    "image_crop_resolution": (None, "it belongs to ways of cropping images that are not supported"),
-    "image_split_resolution": (None, "it belongs to ways of cropping images that are not supported"),
+    "image_crop_resolution": (None, "the ways of cropping images that read it are not supported"),
+    "image_split_resolution": (None, "the ways of cropping images that read it are not supported"),
     "lazy_preprocess": (None, "images are always decoded when they are needed, and text is encoded once"),
     "is_multimodal": (None, "text-only records are always allowed"),
     "early_mix_text": (NO, "--group_by_modality_length always puts text-only records in separate steps"),

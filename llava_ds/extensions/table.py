@@ -131,7 +131,7 @@ EXTENSIONS: dict[str, Trigger] = {
         leaves="evaluation*.json evaluation*.jsonl",
         requires="infer",
     ),
-    "doctor": Trigger("whether a machine and its software can train", ""),
+    "doctor": Trigger("checks that a machine and its software can train", ""),
     "gguf": Trigger(
         "for llama.cpp and Ollama",
         "",

@@ -39,7 +39,7 @@ class MetricsTable:
 
 
 def columns_of(row: dict) -> list[str]:
-    """Return the names of the scalar numbers in a row of metrics.jsonl, including those without a value, and lr."""
+    """Return the names of the scalars (or nulls) in a row of metrics.jsonl, and lr, which may be a list."""
     return [name for name, value in row.items() if name == "lr" or not isinstance(value, (list, dict))]
 
 

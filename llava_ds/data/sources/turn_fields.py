@@ -195,7 +195,7 @@ def gives_weights(key: str, value: object) -> bool:
 
 
 def _agreed_weight(weights: list[float], i: int) -> float | None:
-    """The weight if all fields agree; None without one."""
+    """Return the weight that all fields agree on; None without a weight."""
     if len(set(weights)) > 1:
         raise DataError(
             f"turn {i} has the weights {' and '.join(f'{each:g}' for each in weights)}: they contradict each other"

@@ -134,7 +134,7 @@ def check_disks(required: Requirements) -> Iterator[Finding]:
 
 
 def check_nvme(required: Requirements) -> Iterator[Finding]:
-    """Check the offload folders in the JSON, where DeepSpeed bypasses the page cache."""
+    """Check the JSON's offload folders: DeepSpeed accesses them with O_DIRECT, and needs room and locked memory."""
     if required.config_problems:
         yield Finding(WARNING, "not checked, because the configuration can't be used")
         return

@@ -110,7 +110,7 @@ def check_compiler(required: Requirements) -> Iterator[Finding]:
         else:
             yield Finding(level, f"no {command}: {why}", remedy)
     if (wanted := torch.version.cuda) is not None:
-        level = level if required.device_type == "cuda" else WARNING  # without a GPU nothing is compiled by it
+        level = level if required.device_type == "cuda" else WARNING  # without a GPU, nvcc compiles nothing
         match = re.search(r"release (\d+)\.\d+", (CUDA_HOME and output_of(f"{CUDA_HOME}/bin/nvcc", "-V")) or "")
         nvcc = match and match[0].removeprefix("release ")
         if match and match[1] == wanted.split(".")[0]:

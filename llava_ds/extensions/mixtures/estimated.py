@@ -27,7 +27,7 @@ def widths(language_model: nn.Module, text: PreTrainedConfig, args: ModelArgumen
 
 
 def saving_width(text: PreTrainedConfig, uneven: float) -> int | None:
-    """Return the width of a dense MLP that saves as many activations for backward.
+    """Return the width of a dense MLP that saves as much for backward as this model's MLPs; None without experts.
 
     Each of a token's k experts also saves its input and its output: 2 D in addition to 4 I. uneven: load of the
     busiest expert divided by an even share.

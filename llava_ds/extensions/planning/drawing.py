@@ -90,7 +90,7 @@ class DrawingStep:
         return found | {"drawing": drawing, "training": training + found["frozen_models"]}
 
     def seconds(self, load: Load, machine: Machine) -> dict[str, float] | None:
-        """Return a step's seconds by pass; None if the training pass has none. load: of a run without drawing."""
+        """Estimate a step's seconds by pass; None if the training pass has no estimate. load: without generation."""
         run, drawn, shape, setup = self.run, self.drawn, self.run.shape, self.run.setup
         text, flops, w = shape.text, shape.flops, setup.weight_bytes
         peak, bandwidth = machine.matmul_share * machine.peak(w), machine.memory_bandwidth

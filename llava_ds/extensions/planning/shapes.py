@@ -71,8 +71,8 @@ class Part:
 class TextShape:
     """Widths of the language model on one rank: query and key of all its heads together; averages if layers differ.
 
-    trained: the stage trains its weights; intermediate: MLP width, or for a mixture of experts the width of an MLP that
-    saves as much for backward as a token's experts; routed: True for a mixture; expert_rows: expert evaluations per
+    trained: True if the stage trains its weights; intermediate: MLP width, or for a mixture of experts the width of an
+    MLP that saves as much for backward as a token's experts; routed: True for a mixture; expert_rows: expert uses per
     token, summed over the layers of an upcycled model; is_llamas: its layers have exactly Llama's tensors;
     adapter_rank: sum of the ranks of a layer's adapters; adapter_dropped: widths of adapter inputs with dropout;
     adapter_scaled: widths of outputs that DoRA saves twice; adapter_read: elements of the largest matrix whose rows

@@ -27,7 +27,7 @@ LOSS_TYPES = {
     "ref_model_name_or_path": ("sigmoid", "hinge", "ipo"),
 }
 
-# Metrics besides the loss. dpo: TRL's names; reward: the same for the same meaning, otherwise from TRL's RewardTrainer.
+# Metrics besides the loss. dpo: TRL's names; reward: dpo's names where the meaning is the same, else RewardTrainer's.
 METRICS = {
     "dpo": (
         *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),

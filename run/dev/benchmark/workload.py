@@ -123,7 +123,7 @@ def _qwen2_5_vl(shape: Shape, tokenizer: PreTrainedTokenizerFast, text: dict[str
     ids |= {f"vision_{end}_token_id": tokenizer.convert_tokens_to_ids(f"<|vision_{end}|>") for end in ("start", "end")}
     width = shape.hidden // shape.heads
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [width // 8, width * 3 // 16, width * 3 // 16]}
-    every = shape.tower_layers // 4 or 1  # in the published model, every eighth of 32 sees the whole image
+    every = shape.tower_layers // 4 or 1  # in the published model, every eighth of 32 layers sees the whole image
     vision = {
         "depth": shape.tower_layers, "hidden_size": shape.tower_hidden, "intermediate_size": shape.tower_mlp,
         "num_heads": shape.tower_heads, "patch_size": 14, "out_hidden_size": shape.hidden, "window_size": 56,
