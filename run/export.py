@@ -138,7 +138,9 @@ def main(argv: list[str]) -> None:
         if args.adapters:
             raise ConfigError("--adapters needs an adapter's folder: export the checkpoint as --format adapter")
         if wrong := [f"--{name}" for name in ("version", *ROWS) if name in given]:
-            raise ConfigError(f"{', '.join(wrong)}: only for a model folder; a checkpoint's run.json sets it: leave out")
+            raise ConfigError(
+                f"{', '.join(wrong)}: only for a model folder; a checkpoint's run.json sets it: leave out"
+            )
         restored = restore(source, given, dtype, args.average)
         form, export, entries = args.format or restored.export.form, restored.export, restored.entries
     else:
