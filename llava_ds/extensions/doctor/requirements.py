@@ -81,14 +81,14 @@ class Requirements:
         except ConfigError as error:
             return None, [Finding(PROBLEM, str(error), "correct the file; ds_configs/ has valid ones")]
         args, _ = parse_arguments(["--output_dir", str(self.output_dir)], to_train=False)
-        machine = {"dp": _meant_ranks(raw), "device_type": self.device_type, "is_local": True}
+        machine = {"dp": _fitting_ranks(raw), "device_type": self.device_type, "is_local": True}
         try:
             return resolve_ds_config(raw, args, hidden_size=HIDDEN_SIZE, **machine).config, []
         except ConfigError as error:
             return None, [_refused(line) for line in str(error).splitlines()]
 
 
-def _meant_ranks(raw: dict) -> int:
+def _fitting_ranks(raw: dict) -> int:
     """Return a number of ranks that fits the JSON's batch sizes and groups; the real number is unknown."""
 
     def count(value: object) -> int:

@@ -74,14 +74,14 @@ def divided_entries(entries: list[Entry], names: ExpertNames) -> list[Entry]:
             found.append(entry)
             continue
         parts = divided(entry.name, entry.shape, names)
-        whole = _Held(entry.read, len(parts))
+        whole = _SharedRead(entry.read, len(parts))
         found += [Entry(name, shape, partial(whole.part, index)) for name, shape, index in parts]
         if not parts:
             found.append(dataclasses.replace(entry, name=to_disk(entry.name, names)))
     return found
 
 
-class _Held:
+class _SharedRead:
     """A tensor that is read once for all of its parts and freed after the last. Each part is read once."""
 
     def __init__(self, read: Callable[[], torch.Tensor], num_parts: int) -> None:
@@ -154,7 +154,7 @@ class Stacked:
         return whole
 
 
-class Upright:
+class TransposedExperts:
     """Weights whose stacked expert tensors are transposed to (E, O, I) if the folder has (E, I, O).
 
     config: the language model's. A shape that already fits is kept: transformers can't detect transposed squares.
@@ -164,21 +164,21 @@ class Upright:
         self.path, self.notes, self._weights = weights.path, weights.notes, weights
         width, inner = config.hidden_size, config.moe_intermediate_size
         expected = {"gate_up_proj": (2 * inner, width), "down_proj": (width, inner)}
-        self._turned = {
+        self._transposed = {
             name
             for name, shape in weights.shapes.items()
             if (found := _STACKED.match(name)) and len(shape) == 3 and shape[1:] != expected[found[2]]
         }
         self.shapes = {
-            name: (shape[0], shape[2], shape[1]) if name in self._turned else shape
+            name: (shape[0], shape[2], shape[1]) if name in self._transposed else shape
             for name, shape in weights.shapes.items()
         }
 
     def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         """Yield every tensor's name and a function that reads it, valid until the next one is yielded."""
         for name, read in self._weights.tensors():
-            yield name, partial(_turned, read) if name in self._turned else read
+            yield name, partial(_transposed, read) if name in self._transposed else read
 
 
-def _turned(read: Callable[[], torch.Tensor]) -> torch.Tensor:
+def _transposed(read: Callable[[], torch.Tensor]) -> torch.Tensor:
     return read().transpose(1, 2).contiguous()

@@ -13,7 +13,7 @@ from llava_ds.extensions.base import Extension, SessionPart, Wrap
 from llava_ds.extensions.mixtures import upcycling
 from llava_ds.extensions.mixtures.experts_json import optimizer_problems
 from llava_ds.extensions.mixtures.kinds import is_mixture
-from llava_ds.extensions.mixtures.mixture import check_way, choose_experts, mixture_problems, routers_of
+from llava_ds.extensions.mixtures.mixture import check_implementation, choose_experts, mixture_problems, routers_of
 from llava_ds.extensions.mixtures.text import Experts
 from llava_ds.extensions.mixtures.upcycling import own
 from llava_ds.model.llava import LlavaModel
@@ -34,7 +34,7 @@ def plan(draft: PlanDraft) -> None:
     flags, text = own(draft.args.model), draft.model.text_config
     if lines := list(mixture_problems(flags, text, draft.args.model.model_name_or_path)):
         raise ConfigError("\n".join(lines))
-    check_way(flags.experts_implementation, draft.model.only_products)
+    check_implementation(flags.experts_implementation, draft.model.only_products)
     upcycling.check_stage(text, draft.raw_config or {})
 
 

@@ -11,13 +11,13 @@ class ExpertNames(NamedTuple):
     """Names on disk in a layer of a mixture.
 
     matrices: an expert's gate, up and down; None if a layer's experts are also one tensor on disk; renamed: pairs of a
-    name part on disk and in memory; may_be_turned: True if some folders store that tensor as (E, I, O) instead of
+    name part on disk and in memory; may_be_transposed: True if some folders store that tensor as (E, I, O) instead of
     (E, O, I).
     """
 
     matrices: tuple[str, str, str] | None
     renamed: tuple[tuple[str, str], ...] = ()
-    may_be_turned: bool = False
+    may_be_transposed: bool = False
 
 
 _PROJECTIONS = ExpertNames(("gate_proj", "up_proj", "down_proj"))
@@ -35,7 +35,7 @@ EXPERTS = {
             (".block_sparse_moe.router.layer.weight", ".block_sparse_moe.router.weight"),
         ),
     ),
-    "qwen3_vl_moe_text": ExpertNames(None, may_be_turned=True),  # the published weights are (E, I, O)
+    "qwen3_vl_moe_text": ExpertNames(None, may_be_transposed=True),  # the published weights are (E, I, O)
     "qwen3_5_moe_text": ExpertNames(None),
 }
 

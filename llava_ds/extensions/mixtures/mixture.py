@@ -15,7 +15,7 @@ from llava_ds.extensions.mixtures.flags import Flags
 from llava_ds.extensions.mixtures.kinds import is_mixture, is_upcycled
 from llava_ds.extensions.mixtures.upcycled import expert_layers
 
-WAYS = {
+IMPLEMENTATIONS = {
     "grouped_mm": "all experts of a layer in one grouped matrix product",
     "batched_mm": "each token with its own copy of its experts' matrices",
     "eager": "one after the other; the host reads in every layer which experts have tokens",
@@ -33,7 +33,7 @@ def mixture_problems(flags: Flags, config: PreTrainedConfig, path: str) -> Itera
             )
 
 
-def check_way(wanted: str | None, only: str | None) -> None:
+def check_implementation(wanted: str | None, only: str | None) -> None:
     """Raise ConfigError if the adapters on the experts allow only another way to compute them."""
     if None in (wanted, only) or wanted == only:
         return
@@ -48,7 +48,7 @@ def choose_experts(language_model: nn.Module, wanted: str | None, device: torch.
     if wanted is not None:
         language_model.set_experts_implementation(wanted)
     chosen, weight = language_model.config._experts_implementation, next(language_model.parameters())
-    way = WAYS.get(chosen, chosen)
+    way = IMPLEMENTATIONS.get(chosen, chosen)
     if chosen == "grouped_mm":
         old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
         if old or (compiled and weight.dtype != torch.bfloat16):

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.export.tensors import Entry
 from llava_ds.extensions.architecture import TextPart
-from llava_ds.extensions.mixtures.experts import Stacked, Upright, divided_entries, from_disk, part_of
+from llava_ds.extensions.mixtures.experts import Stacked, TransposedExperts, divided_entries, from_disk, part_of
 from llava_ds.extensions.mixtures.kinds import EXPERTS, is_upcycled
 from llava_ds.extensions.mixtures.native_mixture import native_config, native_name
 from llava_ds.extensions.mixtures.upcycled import Mixture, expert_of
@@ -36,8 +36,8 @@ class Experts(TextPart):
         names = EXPERTS.get(config.model_type)
         if names is None:
             return weights
-        if names.may_be_turned:
-            return Upright(weights, config)
+        if names.may_be_transposed:
+            return TransposedExperts(weights, config)
         return Stacked(weights, names) if names.matrices else weights
 
     def on_disk(self, entries: list[Entry], config: PreTrainedConfig) -> list[Entry]:

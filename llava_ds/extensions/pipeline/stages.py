@@ -143,7 +143,7 @@ def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.dis
             layers[n] = _Elsewhere()
     if not model.stage.is_last:
         model.short_last_layer = False
-        model.end = _hand_on
+        model.end = _pass_hidden
         trunk.norm = _Elsewhere()
         model.language_model.set_output_embeddings(_Elsewhere())
         if hasattr(model, "value_head"):
@@ -165,7 +165,7 @@ def _begin_from_hidden(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, di
     return batch.extra[HIDDEN], model.layer_options(batch)
 
 
-def _hand_on(hidden: torch.Tensor, *_: object) -> torch.Tensor:
+def _pass_hidden(hidden: torch.Tensor, *_: object) -> torch.Tensor:
     """Return the hidden states (1, T, D) for the next stage, with any head."""
     return hidden
 

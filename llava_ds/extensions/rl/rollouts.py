@@ -166,11 +166,11 @@ class Rollouts(SessionPart):
         for index in samples:
             item = self.plan.steps.dataset[index]
             if not isinstance(item, BrokenSample):
-                item = self._asked(index, item)
+                item = self._to_prompt(index, item)
             (broken if isinstance(item, BrokenSample) else found).append(item)
         return found, broken
 
-    def _asked(self, index: int, sample: LoadedSample) -> RolloutPrompt | BrokenSample:
+    def _to_prompt(self, index: int, sample: LoadedSample) -> RolloutPrompt | BrokenSample:
         dataset, tokenizer = self.plan.steps.dataset, self.plan.model.tokenizer
         row = dataset.row(int(dataset.rows[index]))
         answer = (sample.labels != IGNORE_INDEX).nonzero()[:, 0]

@@ -60,7 +60,7 @@ class SampleAnswers(Measure):
             print_first(f"step {step:,}: [{question}] {answer!r}, the data say {reference!r}")
 
 
-class Ask(Hook):
+class AddSampleAnswers(Hook):
     """Adds the answers to evaluations."""
 
     def __init__(self, session: Session) -> None:
@@ -68,4 +68,4 @@ class Ask(Hook):
         session.evaluation.measures.append(SampleAnswers(session))
 
 
-extension = Extension(hooks=((Phase.EVALUATE, Ask),))
+extension = Extension(hooks=((Phase.EVALUATE, AddSampleAnswers),))

@@ -77,10 +77,10 @@ class ColumnExchange:
 def heads_problem(num_heads: int, num_key_heads: int, ranks: int) -> str | None:
     """Return the reason why heads can't be divided over the ranks; None if they can."""
 
-    def goes(number: int) -> bool:
+    def divides(number: int) -> bool:
         return num_heads % number == 0 and (num_key_heads % number == 0 or number % num_key_heads == 0)
 
-    if goes(ranks):
+    if divides(ranks):
         return None
-    sizes = ", ".join(str(number) for number in range(1, num_heads + 1) if goes(number))
+    sizes = ", ".join(str(number) for number in range(1, num_heads + 1) if divides(number))
     return f"{num_heads} heads, with {num_key_heads} of keys, can't be divided over {ranks} ranks: give {sizes}"

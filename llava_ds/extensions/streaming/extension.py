@@ -9,7 +9,7 @@ from llava_ds.runtime.ranks import broadcast_from_first, print_first
 from llava_ds.tracking.run_record import complete_run_record, data_record
 
 
-class Books(Hook):
+class WriteRecords(Hook):
     """Writes skipped.jsonl, run.json's data and the list of files at the end; other runs write them at their start."""
 
     def close(self) -> None:
@@ -36,4 +36,4 @@ class Books(Hook):
         print_first(*dataset.summary())
 
 
-extension = Extension(open_data=open_streamed, hooks=((Phase.LOG, Books),))
+extension = Extension(open_data=open_streamed, hooks=((Phase.LOG, WriteRecords),))

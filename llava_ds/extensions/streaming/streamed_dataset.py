@@ -247,12 +247,12 @@ class StreamedDataset(EncodedDataset):
 
     def _wait_until(self, is_there: Callable[[], bool]) -> None:
         """Wait for the encoding. Re-raises its error."""
-        began, pause_s, told = time.monotonic(), POLL_S, False
+        began, pause_s, is_reported = time.monotonic(), POLL_S, False
         while not is_there():
             if self._beside is not None:
                 self._beside.check()
-            if time.monotonic() - began > PATIENCE_S and not told:
-                told = True
+            if time.monotonic() - began > PATIENCE_S and not is_reported:
+                is_reported = True
                 print_first(f"waiting for the encoding: {len(self._look()):,} of {self.num_shards:,} shards are done")
             time.sleep(pause_s)
             pause_s = min(LONGEST_POLL_S, 1.5 * pause_s)

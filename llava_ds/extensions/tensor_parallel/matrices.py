@@ -60,7 +60,7 @@ def problems(config: PreTrainedConfig, tp: int) -> list[str]:
         model = AutoModelForCausalLM.from_config(config)
     layers = [(name, p) for name, p in model.named_parameters() if re.match(_LAYER, name)]
     configs = layer_configs(config)
-    others = [name for name, p in layers if not _goes(name, p, configs)]
+    others = [name for name, p in layers if not _is_supported(name, p, configs)]
     if not layers or others:
         example = others[0] if others else "other names"
         found.append(f"layers have {example}, but only {WORDS} can be cut: leave the flag out, ZeRO shards this family")
@@ -74,7 +74,7 @@ def _heads(layer: PreTrainedConfig) -> tuple[int, int]:
     return layer.num_attention_heads, getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
 
 
-def _goes(name: str, parameter: torch.Tensor, layers: list[PreTrainedConfig]) -> bool:
+def _is_supported(name: str, parameter: torch.Tensor, layers: list[PreTrainedConfig]) -> bool:
     """Return True for a layer's parameter that is cut, or can be replicated. layers: each layer's configuration."""
     number, name = int(re.match(_LAYER, name)[1]), re.sub(rf"^{_LAYER}", "", name)
     if _dim(f"layers.0.{name}") is not None or re.fullmatch(rf"({INPUTS})\.bias", name):

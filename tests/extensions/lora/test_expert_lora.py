@@ -18,7 +18,7 @@ from llava_ds.extensions.lora import layers as lora
 from llava_ds.extensions.lora.adapter_export import export_adapter, merged_entries
 from llava_ds.extensions.lora.expert_layers import wrap_experts
 from llava_ds.extensions.lora.merged_adapters import STACKED
-from llava_ds.extensions.mixtures.mixture import check_way
+from llava_ds.extensions.mixtures.mixture import check_implementation
 from llava_ds.model.open.model_plan import part_weights, plan_model
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tracking.flops import model_flops
@@ -161,9 +161,9 @@ def test_layers_that_peft_takes_for_experts_are_refused(tmp_path):
 def test_another_way_to_compute_experts_is_refused(base):
     with_experts, without = (plan_model(lora_args(base, lora_target_modules=n), 512) for n in (TARGETS, "q_proj"))
     with pytest.raises(ConfigError, match="--experts_implementation eager: experts with an adapter support"):
-        check_way("eager", with_experts.only_products)
-    check_way("eager", without.only_products)
-    check_way("grouped_mm", with_experts.only_products)
+        check_implementation("eager", with_experts.only_products)
+    check_implementation("eager", without.only_products)
+    check_implementation("grouped_mm", with_experts.only_products)
 
 
 def test_flops_count_the_lora_of_a_tokens_experts(base):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.extensions.mixtures.flags import Flags
-from llava_ds.extensions.mixtures.mixture import WAYS, Routers, balance_of, choose_experts, mixture_problems
+from llava_ds.extensions.mixtures.mixture import IMPLEMENTATIONS, Routers, balance_of, choose_experts, mixture_problems
 from llava_ds.model import attention
 from llava_ds.model.open.loading import load_weights
 from llava_ds.model.open.model_plan import open_part, plan_model
@@ -116,7 +116,7 @@ def test_nothing_is_recorded_outside():
     assert len(seen) == config.num_hidden_layers
 
 
-@pytest.mark.parametrize("wanted", [None, *WAYS])
+@pytest.mark.parametrize("wanted", [None, *IMPLEMENTATIONS])
 def test_experts_are_computed_as_wanted_with_the_same_result(wanted):
     torch.manual_seed(0)
     config = toys.language_model_config("qwen3_moe")
@@ -127,7 +127,7 @@ def test_experts_are_computed_as_wanted_with_the_same_result(wanted):
     if wanted is None:
         model.set_experts_implementation("grouped_mm")
     line = choose_experts(model, wanted, torch.device("cpu"), compiled=False)
-    assert line == f"experts: {WAYS[wanted or 'grouped_mm']} ({wanted or 'grouped_mm'})"
+    assert line == f"experts: {IMPLEMENTATIONS[wanted or 'grouped_mm']} ({wanted or 'grouped_mm'})"
     assert (model(input_ids=ids).logits - expected).abs().max() < 1e-5
     assert model.config._experts_implementation == (wanted or "grouped_mm")
 
