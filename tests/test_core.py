@@ -27,7 +27,7 @@ BARS = {
     "feature words": 61,
     "kernel files": 39,
     "kernel lines": 5813,
-    "all lines": 75621,
+    "all lines": 75629,
 }
 
 # What one reads to understand training.
