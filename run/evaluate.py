@@ -164,6 +164,7 @@ from llava_ds.runtime.ranks import Ranks, check_same, first_rank_first, gather, 
 from llava_ds.tiny.default import heldout_data
 from llava_ds.tracking.mistakes import mistake_lines
 from llava_ds.tracking.page import report_at_end
+from llava_ds.tracking.run_files import is_run
 
 
 def main(argv: list[str]) -> None:
@@ -298,8 +299,8 @@ def show(
         *legend(list(scored), rows, args.turns),
         *table(scores),
     )
-    if store is not None and (run := store.output.parent / "run.json").is_file():
-        report_at_end(run.parent)
+    if store is not None and is_run(store.output.parent):
+        report_at_end(store.output.parent)
 
 
 def into_card(scores: dict[str, object], data_path: str, args: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from llava_ds.config.arguments import Arguments
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.files.jsonl import run_folder
 from llava_ds.files.reading import FileState, move_aside, read_json, state_of, why_not_regular
 from llava_ds.files.writing import sha256, write_whole
 from llava_ds.model.open.model_plan import own_sources
@@ -44,7 +45,7 @@ def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) ->
         files[name] = [*_files(folder), *filter(None, [value_head_file(folder)])]
     for source in own_sources(args.model).values():
         files.setdefault(source.flag.removeprefix("--"), []).append(Path(source.path))
-    note = output_dir / HASHES_FILE
+    note = run_folder(output_dir) / HASHES_FILE
     known = _read_hashes(note)
     paths = {path: str(path.resolve()) for group in files.values() for path in group}
     seen = {place: state_of(path) for path, place in paths.items()}
@@ -53,7 +54,7 @@ def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) ->
         hashed = {paths[path]: digest for path, digest in zip(new, pool.map(sha256, new))}
     digests = {place: hashed.get(place) or known[place]["sha256"] for place in seen}
     if hashed and not args.training.dry_run:
-        output_dir.mkdir(parents=True, exist_ok=True)
+        note.parent.mkdir(parents=True, exist_ok=True)
         if (problem := why_not_regular(note)) is not None:
             print(f"WARNING: {note} can't be used ({problem}): it is now {move_aside(note).name}", flush=True)
         content = {place: {**seen[place], "sha256": digest} for place, digest in digests.items()}

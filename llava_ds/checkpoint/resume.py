@@ -14,6 +14,7 @@ from llava_ds.checkpoint.run_identity import RunIdentity, saved_identity
 from llava_ds.config.arguments import Arguments, every_flag, flags_free_on_resume
 from llava_ds.constants import ConfigError, did_you_mean
 from llava_ds.extensions.table import EXTENSIONS
+from llava_ds.files.jsonl import RUN_FOLDER
 from llava_ds.files.writing import Entry
 from llava_ds.runtime.ranks import Ranks, barrier, broadcast_from_first
 
@@ -212,12 +213,14 @@ def set_aside(output_dir: Path, point: ResumePoint, ranks: Ranks) -> None:
     if ranks.is_first:
         ahead = [path for path in commit.checkpoints(output_dir) if commit.step_of(path) > point.step]
         if point.path is None:
-            ahead += [path for name in RUN_FILES for path in output_dir.glob(name)]
+            folders = (output_dir, output_dir / RUN_FOLDER)
+            ahead += [path for folder in folders for name in RUN_FILES for path in folder.glob(name)]
         if ahead:
             target = output_dir / time.strftime("previous-%Y%m%d-%H%M%S")
-            target.mkdir()
             for path in ahead:
-                path.rename(target / path.name)
+                moved = target / path.relative_to(output_dir)
+                moved.parent.mkdir(parents=True, exist_ok=True)
+                path.rename(moved)
             print(f"files of an earlier run are now in {target}: {', '.join(path.name for path in ahead)}", flush=True)
     barrier(ranks)
 

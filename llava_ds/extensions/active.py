@@ -178,7 +178,11 @@ def report_parts(run: "RunFiles") -> list[ReportPart]:
     """Return the report parts of extensions whose flags or files the run has."""
 
     def has_part(name: str) -> bool:
-        there = [leaf for leaf in EXTENSIONS[name].leaves.split() if (run.output_dir / leaf).exists()]
+        there = [
+            leaf
+            for leaf in EXTENSIONS[name].leaves.split()
+            if any((each / leaf).exists() for each in (run.output_dir, run.folder))
+        ]
         return bool(there or name in owners(run.flags)) and (Path(__file__).parent / name / "report.py").is_file()
 
     parts = []

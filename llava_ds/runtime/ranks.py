@@ -226,8 +226,22 @@ def quiet_libraries(verbose: bool = False) -> None:
     transformers.logging.disable_progress_bar()
 
 
+class _LogFile:
+    """Stderr without a terminal, for a bar: its states are lines, and none is cleared for other output."""
+
+    encoding, _last = "utf-8", ""
+
+    def write(self, text: str) -> None:
+        if (line := text.strip()) and line != self._last:
+            self._last = line
+            print(line, file=sys.stderr, flush=True)
+
+    def flush(self) -> None:
+        """Do nothing: write flushes."""
+
+
 def progress_bar(**options) -> tqdm:
     """Return a tqdm bar, shown on rank 0 only; without a terminal, it prints a line every ten seconds."""
     silent = int(os.environ.get("RANK", "0")) != 0
-    interval_s = 0.2 if sys.stderr.isatty() else 10.0
-    return tqdm(**{"disable": silent, "mininterval": interval_s, "dynamic_ncols": True, **options})
+    where = {"mininterval": 0.2} if sys.stderr.isatty() else {"mininterval": 10.0, "file": _LogFile()}
+    return tqdm(**{"disable": silent, "dynamic_ncols": True, **where, **options})

@@ -1,6 +1,7 @@
 """Repair the files of an earlier start in --output_dir: damaged ones are renamed, and a message names them."""
 
 import fnmatch
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.extensions.table import EXTENSIONS
-from llava_ds.files.jsonl import replace_rows
+from llava_ds.files.jsonl import RUN_FOLDER, replace_rows
 from llava_ds.files.reading import move_aside, read_rows, why_not_regular
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 
@@ -52,7 +53,10 @@ def mend_side_files(output_dir: Path, names: Iterable[str], ranks: Ranks) -> Non
     wanted = (*names, *OTHERS)
 
     def mend_all() -> None:
-        for path in sorted(output_dir.iterdir()) if output_dir.is_dir() else []:
+        folder = output_dir / RUN_FOLDER
+        if os.path.lexists(folder) and not folder.is_dir():
+            move_aside(folder)
+        for path in sorted([*output_dir.glob("*"), *folder.glob("*")]):
             if any(fnmatch.fnmatchcase(path.name, name) for name in wanted):
                 try:
                     _mend(path)

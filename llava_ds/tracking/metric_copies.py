@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from llava_ds.files.jsonl import append, read_metrics
+from llava_ds.files.jsonl import append, read_metrics, run_folder
 from llava_ds.files.writing import write_whole
 
 TRAINER_STATE = "trainer_state.json"
@@ -62,7 +62,7 @@ def write_trainer_state(output_dir: Path, batch_size: int, num_epochs: float) ->
 
     Source: transformers' TrainerState, as saved by LLaVA's scripts.
     """
-    rows = read_metrics(output_dir / "metrics.jsonl")
+    rows = read_metrics(run_folder(output_dir) / "metrics.jsonl")
     history = [
         {
             "epoch": row["epoch"],

@@ -29,13 +29,14 @@ from llava_ds.tracking.trackers import Trackers
 class RunFacts:
     """Facts about a run for its log.
 
-    title: of loss.png; resumed_step: number of steps before this start; peak_flops: of one rank's device, per second;
-    num_units: from Counts, the number of units that the objective's metrics are means over; reads_late: read a step's
-    results only after the next one is queued.
+    title: of loss.png; name: of the bar; folder: of the log; resumed_step: number of steps before this start;
+    peak_flops: of one rank's device, per second; num_units: from Counts, the number of units that the objective's
+    metrics are means over; reads_late: read a step's results only after the next one is queued.
     """
 
     title: str
-    output_dir: Path
+    name: str
+    folder: Path
     logging_steps: int
     resumed_step: int
     flops: ModelFlops
@@ -69,12 +70,11 @@ class Progress:
         self.waited_s = 0.0  # device wait of the last read, part of the next step's time
         self.smoothed, self.num_broken = Smoothed(), 0
         if ranks.is_first:
-            metrics = run.output_dir / "metrics.jsonl"
+            metrics = run.folder / "metrics.jsonl"
             self.log = MetricsLog(metrics, run.resumed_step)
-            self.table = MetricsTable(run.output_dir / "metrics.csv", metrics)
-            self.plot = LossPlot(run.output_dir / "loss.png", run.title, read_metrics(metrics))
-        name = run.output_dir.name
-        self.bar = progress_bar(total=plan.num_steps, initial=run.resumed_step, desc=name, unit="step")
+            self.table = MetricsTable(run.folder / "metrics.csv", metrics)
+            self.plot = LossPlot(run.folder / "loss.png", run.title, read_metrics(metrics))
+        self.bar = progress_bar(total=plan.num_steps, initial=run.resumed_step, desc=run.name, unit="step")
 
     def after_step(self, result, flush: bool = False) -> tuple[list, list[dict]]:
         """Take a StepResult from the loop. Returns the results that were read from the device, and their rows.

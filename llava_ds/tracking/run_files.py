@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from llava_ds.constants import DataError
+from llava_ds.files.jsonl import run_folder
 from llava_ds.files.reading import read_json, read_rows
 from llava_ds.tracking.blocks import note
 from llava_ds.tracking.series import is_number, running_mean
@@ -30,11 +31,12 @@ class Checkpoint:
 class RunFiles:
     """Everything that a report shows of a run.
 
-    record: run.json; metrics, evals, skipped, skipped_steps: the rows of these .jsonl; evaluations: run/evaluate.py's
-    files, by name; problems: by file name, the reason why it is missing.
+    folder: of the run's own files; record: run.json; metrics, evals, skipped, skipped_steps: the rows of these .jsonl;
+    evaluations: run/evaluate.py's files, by name; problems: by file name, the reason why it is missing.
     """
 
     output_dir: Path
+    folder: Path
     record: dict
     ds_config: dict
     metrics: list[dict]
@@ -70,7 +72,7 @@ class RunFiles:
     def blocks_of(self, name: str, shown: Callable[[list[dict], Path], list]) -> list:
         """Return a table of a .jsonl's rows that have a step, or a sentence about its problem."""
         problems: dict[str, str] = {}
-        rows = [row for row in _rows(self.output_dir, name, problems) if is_number(row.get("step"))]
+        rows = [row for row in _rows(self.folder, name, problems) if is_number(row.get("step"))]
         if problems:
             return [note(problems[name], "warn")]
         return shown(rows, self.output_dir) if rows else []
@@ -106,7 +108,8 @@ def read_run(output_dir: Path) -> RunFiles:
     """Read the files that exist. Raises nothing for missing or broken files."""
     problems: dict[str, str] = {}
 
-    rows = partial(_rows, output_dir, problems=problems)
+    folder = run_folder(output_dir)
+    rows = partial(_rows, folder, problems=problems)
 
     def stepped(name: str, required: bool = False) -> list[dict]:
         found = [row for row in rows(name, required=required) if is_number(row.get("step"))]
@@ -114,18 +117,19 @@ def read_run(output_dir: Path) -> RunFiles:
             problems[name] = f"{name} has no steps yet."
         return found
 
-    def whole(name: str) -> dict:
-        return _read(output_dir / name, lambda path: read_json(path, dict), {}, problems, required=True)
+    def whole(name: str, folder: Path = folder) -> dict:
+        return _read(folder / name, lambda path: read_json(path, dict), {}, problems, required=True)
 
     return RunFiles(
         output_dir=output_dir,
+        folder=folder,
         record=whole("run.json"),
         ds_config=whole("ds_config.json"),
         metrics=stepped("metrics.jsonl", required=True),
         evals=stepped("evals.jsonl"),
         skipped=rows("skipped.jsonl"),
         skipped_steps=stepped("skipped_steps.jsonl"),
-        evaluations={path.name: whole(path.name) for path in sorted(output_dir.glob("evaluation*.json"))},
+        evaluations={path.name: whole(path.name, output_dir) for path in sorted(output_dir.glob("evaluation*.json"))},
         checkpoints=_checkpoints(output_dir),
         problems=problems,
     )
@@ -133,7 +137,7 @@ def read_run(output_dir: Path) -> RunFiles:
 
 def is_run(folder: Path) -> bool:
     """Return True if a folder has files of a run."""
-    return any((folder / name).is_file() for name in ("run.json", "metrics.jsonl"))
+    return any((run_folder(folder) / name).is_file() for name in ("run.json", "metrics.jsonl"))
 
 
 def _rows(folder: Path, name: str, problems: dict[str, str], required: bool = False) -> list[dict]:

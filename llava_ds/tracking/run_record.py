@@ -21,6 +21,7 @@ from llava_ds.constants import DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.extensions.active import flags_class, owners, plugins, requested
+from llava_ds.files.jsonl import run_folder
 from llava_ds.files.reading import mismatch, read_json
 from llava_ds.files.writing import write_whole
 from llava_ds.runtime.ranks import Ranks
@@ -43,7 +44,8 @@ def write_run_record(
 
     run.json has flags, versions, revision, command, data, and the reason for each filled-in "auto".
     """
-    output_dir.mkdir(parents=True, exist_ok=True)
+    folder = run_folder(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
     record = {
         "command": sys.argv,
         "folder": os.getcwd(),  # relative paths start here
@@ -64,7 +66,7 @@ def write_run_record(
         "data": data_record(args, dataset, held_out) if dataset.is_whole else {"summary": dataset.summary()},
     }
     for name, content in (("run.json", record), ("ds_config.json", resolved.config)):
-        write_whole(output_dir / name, json.dumps(redact(content), indent=2) + "\n")
+        write_whole(folder / name, json.dumps(redact(content), indent=2) + "\n")
 
 
 def data_record(args: Arguments, dataset: EncodedDataset, held_out: EncodedDataset | None) -> dict[str, object]:
@@ -79,7 +81,7 @@ def data_record(args: Arguments, dataset: EncodedDataset, held_out: EncodedDatas
 
 def complete_run_record(output_dir: Path, data: dict[str, object]) -> None:
     """Write the data into run.json, once they are completely known."""
-    path = output_dir / "run.json"
+    path = run_folder(output_dir) / "run.json"
     record = json.loads(path.read_text(encoding="utf-8"))
     write_whole(path, json.dumps({**record, "data": redact(data)}, indent=2) + "\n")
 
@@ -127,13 +129,13 @@ class RunRecord(TypedDict):
 
 def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
     """Return run.json's flags, and its content. Raises DataError if it is missing, damaged, or another version's."""
-    path = output_dir / "run.json"
+    path = run_folder(output_dir) / "run.json"
     try:
         record = read_json(path, RunRecord)
     except (FileNotFoundError, DataError) as error:
         reason = "it is missing" if isinstance(error, FileNotFoundError) else error
         raise DataError(
-            f"{path} can't be read ({reason}): it has the run's flags, and must be in the run's folder"
+            f"{path} can't be read ({reason}): it has the run's flags, and belongs in the run's folder"
         ) from error
     try:
         args, unknown = arguments_of(record["arguments"], record.get("given", ()))

@@ -42,8 +42,8 @@ class Log(Hook):
         steps, zero = f"{plan.steps.num_steps} steps", f"ZeRO-{plan.resolved.zero_stage}"
         title = f"{called(plan.args)}: {steps}, {zero}, {ranks.world_size} ranks"
         every, late = self.training.logging_steps, log_lag_steps(plan.args, ranks) > 0
-        units = session.objective.num_units
-        run = RunFacts(title, plan.output_dir, every, plan.resumed_step, plan.flops, peak, units, late)
+        units, titles = session.objective.num_units, (title, plan.output_dir.name)
+        run = RunFacts(*titles, plan.run_folder, every, plan.resumed_step, plan.flops, peak, units, late)
         self.progress = Progress(run, plan.steps, session.trackers, ranks, session.mesh)
 
     def after_step(self, end: StepEnd) -> None:
@@ -74,7 +74,7 @@ class Health(Hook):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         plan, ranks, data = session.plan, session.ranks, session.plan.args.data
-        folder, dataset, step = plan.output_dir, plan.steps.dataset, plan.resumed_step
+        folder, dataset, step = plan.run_folder, plan.steps.dataset, plan.resumed_step
         allowed = 0 if data.on_bad_sample == "stop" else data.max_bad_fraction * dataset.num_records
         before = (step, session.engine.skipped_steps)
         self.skipped = SkippedSamples(folder / "skipped.jsonl", dataset.rejections(), allowed, step, ranks)

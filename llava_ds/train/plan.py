@@ -32,6 +32,7 @@ from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
 from llava_ds.engine.ds_config.scheduler import describe_schedule
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.extensions.active import Active, active, choice
+from llava_ds.files.jsonl import run_folder
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import length_note
 from llava_ds.model.open.model_plan import ModelPlan, plan_model
@@ -97,6 +98,11 @@ class Plan:
     def output_dir(self) -> Path:
         """The folder of --output_dir."""
         return Path(self.args.training.output_dir)
+
+    @property
+    def run_folder(self) -> Path:
+        """The folder of the run's own files, in output_dir."""
+        return run_folder(self.output_dir)
 
     @property
     def data_sets(self) -> list[EncodedDataset]:

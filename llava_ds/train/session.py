@@ -103,7 +103,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     watchdog.set_samples(partial(name_rank_samples, plan.steps))
     memory = MemoryWatch(engine, resolved, plan.steps, lambda: state.step, ranks)
     _warm_up(plan, model, runner, objective.probe, checkpointed, memory, started)
-    trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
+    trackers = open_trackers(plan.args, plan.run_folder, point.step, plan.steps.num_steps, ranks)
     evaluation = _evaluation(plan, runner, objective, measures, trackers, started)
     for part in parts:
         objective = part.training_objective(objective)
@@ -185,7 +185,7 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
                 ranks,
             )
             if plan.steps.dataset.is_whole:
-                write_data_files(output_dir, plan.steps.dataset.table)
+                write_data_files(plan.run_folder, plan.steps.dataset.table)
 
     broadcast_from_first(ranks, record)
     if plan.export.is_whole_model:

@@ -170,6 +170,19 @@ def test_the_best_stays_in_the_place_of_the_oldest(tmp_path, limit, best, kept):
     assert [path.name for path in commit.checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in kept]
 
 
+def test_a_fresh_start_moves_the_books_of_an_earlier_run(tmp_path):
+    for folder in (tmp_path, tmp_path / "run"):
+        folder.mkdir(exist_ok=True)
+        (folder / "metrics.jsonl").write_text("")
+    state.set_aside(tmp_path, state.ResumePoint(), RANKS)
+    [moved] = tmp_path.glob("previous-*")
+    assert {path.relative_to(moved).as_posix() for path in moved.rglob("*.jsonl")} == {
+        "metrics.jsonl",
+        "run/metrics.jsonl",
+    }
+    assert not [*tmp_path.glob("*.jsonl"), *tmp_path.glob("run/*")]
+
+
 def test_a_broken_newer_checkpoint_never_costs_the_one_just_saved(tmp_path):
     """A run that fell back to step 6, for 9 is damaged, saves step 8 next if --save_steps is another one."""
     for step in (6, 9):

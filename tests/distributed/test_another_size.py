@@ -59,7 +59,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (path / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_deepspeed_finds_the_same_weights_in_its_files(folders):

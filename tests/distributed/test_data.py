@@ -19,11 +19,11 @@ STEPS = 6
 
 
 def rows(output_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (output_dir / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 def skipped(output_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (output_dir / "skipped.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (output_dir / "run" / "skipped.jsonl").read_text().splitlines()]
 
 
 def flags_of(base: dict, data: dict, output_dir: Path, stage: int, **more: object) -> dict[str, object]:

@@ -113,7 +113,7 @@ def test_the_run_says_what_it_left(runs):
     assert "- optimizer steps: 2 of 2" in card and 'LlavaForConditionalGeneration.from_pretrained("zero3", ' in card
     assert str(folder.parent) not in card
     state = json.loads((folder / "trainer_state.json").read_text())
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert state["global_step"] == 2 and [row["loss"] for row in state["log_history"]] == [row["loss"] for row in rows]
 
 
@@ -143,7 +143,7 @@ def test_damaged_checkpoints_and_other_base_models_are_refused(runs, tmp_path):
         run_script("export.py", checkpoint, "--model_name_or_path", other)
     with pytest.raises(ConfigError, match="not found: give its new path"):
         run_script("export.py", checkpoint, "--vision_tower", tmp_path / "nowhere")
-    (tmp_path / "run" / "run.json").rename(tmp_path / "run" / "gone.json")
+    (tmp_path / "run" / "run" / "run.json").rename(tmp_path / "run" / "gone.json")
     with pytest.raises(DataError, match=r"run\.json can't be read"):
         run_script("export.py", checkpoint)
     next(checkpoint.glob("engine/*optim_states.pt")).unlink()

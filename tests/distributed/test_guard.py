@@ -44,25 +44,27 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_it_is_skipped_and_training_goes_on(folder, name):
-    found = read_metrics(folder / name / "metrics.jsonl")
+    found = read_metrics(folder / name / "run" / "metrics.jsonl")
     assert [row["skipped_steps"] for row in found] == [0, 0, 1, 1]
     assert found[2]["grad_norm"] is None
     assert found[3]["loss"] < 20 and found[3]["loss"] == found[3]["loss"]  # finite weights, on both ranks
-    (row,) = read_metrics(folder / name / "skipped_steps.jsonl")
+    (row,) = read_metrics(folder / name / "run" / "skipped_steps.jsonl")
     assert (row["step"], row["not_finite"], row["ranks"], len(row["samples"])) == (3, "loss", [1], 1)
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_too_many_in_a_row_end_the_run_and_leave_the_checkpoint_before_them(folder, stage):
     path = folder / f"stays-{stage}"
-    assert [row["step"] for row in read_metrics(path / "skipped_steps.jsonl")] == [3, 4, 5]
+    assert [row["step"] for row in read_metrics(path / "run" / "skipped_steps.jsonl")] == [3, 4, 5]
     assert sorted(found.name for found in path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
     assert (folder / "output.txt").read_text().count("3 steps in a row (3 to 5)") == 4
 
 
 @needs_extension("replicas")
 def test_a_bit_that_one_rank_has_differently_ends_the_run(folder):
-    steps = [[row["step"] for row in read_metrics(folder / f"flips-{stage}" / "metrics.jsonl")] for stage in range(4)]
+    steps = [
+        [row["step"] for row in read_metrics(folder / f"flips-{stage}" / "run" / "metrics.jsonl")] for stage in range(4)
+    ]
     # ZeRO-3 gathers every copy anew in each step, so that it heals.
     assert steps == [[*range(1, 5)]] * 3 + [[*range(1, 10)]]
     output = (folder / "output.txt").read_text()

@@ -62,26 +62,26 @@ def as_if_stopped(whole: Path, out: Path) -> None:
     shutil.copytree(whole, out)
     shutil.rmtree(out / f"checkpoint-{STEPS}")
     for name in LOGS:
-        rows = [row for row in read_metrics(out / name) if row["step"] < SAVED]
+        rows = [row for row in read_metrics(out / "run" / name) if row["step"] < SAVED]
         assert rows
-        (out / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (out / "run" / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.mark.parametrize(("stage", "layout"), CASES)
 def test_the_run_is_the_one_that_does_not_look(folder, stage, layout):
     plain, watched = (folder / f"{stage}-{layout}" / name for name in ("plain", "watched"))
-    rows = [read_metrics(side / "metrics.jsonl") for side in (plain, watched)]
+    rows = [read_metrics(side / "run" / "metrics.jsonl") for side in (plain, watched)]
     for field in ("loss", "lr", "grad_norm", "samples", "tokens"):
         assert [row[field] for row in rows[0]] == [row[field] for row in rows[1]]
     assert differences(plain / f"checkpoint-{STEPS}", watched / f"checkpoint-{STEPS}") == []
-    evals = read_metrics(watched / "evals.jsonl")
+    evals = read_metrics(watched / "run" / "evals.jsonl")
     assert [row["step"] for row in evals] == [2, 4, 6] and {row["samples"] for row in evals} == {7}
     assert len({row["loss"] for row in evals}) == 3
     for row in evals:
         by_source = row["source_losses"]
         assert list(by_source) == list(PARTS)
         assert min(by_source.values()) < row["loss"] < max(by_source.values())
-    for path in [watched / name for name in LOGS if name != "evals.jsonl"]:
+    for path in [watched / "run" / name for name in LOGS if name != "evals.jsonl"]:
         assert [row["step"] for row in read_metrics(path)] == [2] * 3 + [4] * 3 + [6] * 3
 
 
@@ -89,14 +89,16 @@ def test_the_run_is_the_one_that_does_not_look(folder, stage, layout):
 def test_what_a_stop_leaves_no_time_for_is_done_when_the_run_goes_on(folder, stage):
     watched, stopped = (folder / f"{stage}-count" / name for name in ("watched", "stopped"))
     for name in LOGS:
-        whole, again = ([{**row, "seconds": 0} for row in read_metrics(side / name)] for side in (watched, stopped))
+        whole, again = (
+            [{**row, "seconds": 0} for row in read_metrics(side / "run" / name)] for side in (watched, stopped)
+        )
         assert again == whole
     assert differences(watched / f"checkpoint-{STEPS}", stopped / f"checkpoint-{STEPS}") == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)  # whose dropout differs, and so do the weights that it trains
 def test_all_stages_measure_the_same(folder, layout):
-    rows = [read_metrics(folder / f"{stage}-{layout}" / "watched" / "evals.jsonl") for stage in STAGES]
+    rows = [read_metrics(folder / f"{stage}-{layout}" / "watched" / "run" / "evals.jsonl") for stage in STAGES]
     for found in rows:
         assert [row["supervised_tokens"] for row in found] == [row["supervised_tokens"] for row in rows[0]]
         assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in rows[0]], rel=2e-6)
@@ -107,7 +109,7 @@ def test_all_stages_measure_the_same(folder, layout):
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_last_answers_are_those_of_the_finished_model(folder, stage, layout):
     out = folder / f"{stage}-{layout}" / "watched"
-    asked = [row for row in read_metrics(out / "samples.jsonl") if row["step"] == STEPS]
+    asked = [row for row in read_metrics(out / "run" / "samples.jsonl") if row["step"] == STEPS]
     records = {record["id"]: record for record in json.loads((folder / "held-out.json").read_text())}
     prompts = [
         Prompt((Message("human", records[row["id"]]["conversations"][0]["value"]),), tuple(row["images"]))

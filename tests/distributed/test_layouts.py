@@ -243,7 +243,7 @@ def test_a_layout_trains_on_the_text_that_is_meant(runs, name, tmp_path):
         assert found[0] == pytest.approx(math.log(2), abs=1e-6)
         return
     if "eval_data_split" in runs[name]:
-        [measured] = (Path(runs[name]["output_dir"]) / "evals.jsonl").read_text().splitlines()
+        [measured] = (Path(runs[name]["output_dir"]) / "run" / "evals.jsonl").read_text().splitlines()
         assert json.loads(measured)["samples"] == 1
     rows = tmp_path / "rows.jsonl"
     inspect = runpy.run_path(str(ROOT / "run" / "inspect_data.py"))["main"]

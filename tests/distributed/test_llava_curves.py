@@ -65,7 +65,7 @@ def trained(tmp_path_factory):
 
 def compare(name: str, output_dir: Path) -> None:
     curve = CURVES[name]
-    rows = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (output_dir / "run" / "metrics.jsonl").read_text().splitlines()]
     size = len(curve["losses"]) // len(rows)  # micro-batches of a step
     steps = [slice(first, first + size) for first in range(0, len(curve["losses"]), size)]
     assert len(rows) == len(steps) and len(rows) >= 6

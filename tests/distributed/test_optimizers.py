@@ -194,7 +194,7 @@ def test_all_optimizers_in_all_precisions_at_all_stages(tmp_path):
 def test_a_whole_run_with_optimizer_and_schedule_of_the_json(daily):
     folder, said = daily["folder"], daily["said"]
     assert "optimizer.params.lr" in said and "schedule WarmupCosineLR from the DeepSpeed JSON" in said
-    rows = [json.loads(line) for line in (folder / "json" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "json" / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [len(row["lr"]) for row in rows] == [4] * 6
     assert [row["lr"][0] for row in rows[:3]] == [0, 0, 2e-3]  # DeepSpeed's own beginning
     assert all(row["lr"][2] == pytest.approx(row["lr"][0] / 2) for row in rows)

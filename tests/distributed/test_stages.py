@@ -180,7 +180,7 @@ def test_training_is_what_a_plain_torch_loop_computes(runs, plain_torch):
 def check_micro_batch_means(runs, plain_torch, ranks: int) -> None:
     assert largest_difference(plain_torch["micro_batch"], plain_torch["token"]) > 1e-3
     assert largest_difference(plain_torch["micro_batch"], losses(runs["micro_batch", 2, ranks])) < 1e-5
-    for row in read_metrics(runs["micro_batch", 2, ranks] / "metrics.jsonl"):
+    for row in read_metrics(runs["micro_batch", 2, ranks] / "run" / "metrics.jsonl"):
         means = row["micro_batch_losses"]  # by rank, in order
         assert [len(own) for own in means] == [2 // ranks] * ranks
         assert abs(sum(map(sum, means)) / 2 - row["loss"]) < 1e-6
@@ -214,9 +214,9 @@ def test_packing_changes_neither_loss_nor_gradient_at_any_stage(tmp_path):
     base, data = toys.write_base(tmp_path / "base"), toys.write_data(tmp_path / "data", kinds_for(PATTERNS["mixed"]))
     packed = [flags_of(base, data, tmp_path / f"{stage}", stage, tokens_per_micro_batch=90) for stage in range(4)]
     run_many(2, tmp_path / "launch", [flags_of(base, data, tmp_path / "plain", 1), *packed])
-    plain = read_metrics(tmp_path / "plain" / "metrics.jsonl")
+    plain = read_metrics(tmp_path / "plain" / "run" / "metrics.jsonl")
     for stage in range(4):
-        found = read_metrics(tmp_path / str(stage) / "metrics.jsonl")
+        found = read_metrics(tmp_path / str(stage) / "run" / "metrics.jsonl")
         for field in ("loss", "grad_norm") if stage > 0 else ("loss",):  # the engine tells no norm at stage 0
             pairs = zip([row[field] for row in found], [row[field] for row in plain], strict=True)
             assert max(abs(a - b) / abs(b) for a, b in pairs) < 1e-5, (stage, field)

@@ -43,7 +43,7 @@ def test_epochs_end_with_a_checkpoint_and_an_evaluation(runs):
     for flags in runs.values():
         steps = sorted(map(step_of, commit.checkpoints(flags["output_dir"])))
         assert steps == [PER_EPOCH, PER_EPOCH * EPOCHS]
-        rows = (flags["output_dir"] / "evals.jsonl").read_text().splitlines()
+        rows = (flags["output_dir"] / "run" / "evals.jsonl").read_text().splitlines()
         assert [json.loads(row)["step"] for row in rows] == steps
 
 

@@ -70,9 +70,10 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     resumed = []
     for name in RESUMED:
         flags, broken = names[name], folder / f"{name}_resumed"
-        broken.mkdir()
+        books = broken if name == "stage1" else broken / "run"  # in the folder itself, as earlier versions left them
+        books.mkdir(parents=True)
         shutil.copytree(folder / name / f"checkpoint-{SAVED}", broken / f"checkpoint-{SAVED}")
-        shutil.copy(folder / name / "metrics.jsonl", broken)  # holds later steps too, which will come again
+        shutil.copy(folder / name / "run" / "metrics.jsonl", books)  # holds later steps too, which will come again
         torn = broken / f"checkpoint-{STEPS}"  # the newest one, but its saving was never finished
         shutil.copytree(folder / name / f"checkpoint-{STEPS}", torn)
         (torn / "manifest.json").unlink()
@@ -153,7 +154,7 @@ def test_no_secret_is_left_in_any_file(folders):
     left = [file for file in folders["stage2_zero2"].rglob("*") if file.is_file()]
     assert {"run.json", "ds_config.json", "README.md", "manifest.json"} <= {file.name for file in left}
     assert [file.name for file in left if SECRET.encode() in file.read_bytes()] == []
-    assert '"api_key": "<redacted>"' in (folders["stage2_zero2"] / "ds_config.json").read_text()
+    assert '"api_key": "<redacted>"' in (folders["stage2_zero2"] / "run" / "ds_config.json").read_text()
 
 
 @pytest.mark.parametrize("name", ["stage2", "stage2_zero2"])
@@ -184,13 +185,13 @@ def test_a_checkpoint_with_its_projector_needs_no_file_of_stage_1(folders, monke
 
 def test_what_a_run_leaves(folders):
     path = folders["stage2"]
-    record = json.loads((path / "run.json").read_text())
+    record = json.loads((path / "run" / "run.json").read_text())
     assert record["arguments"]["learning_rate"] == 2e-3
     assert record["num_steps"] == STEPS
-    assert '"auto"' not in (path / "ds_config.json").read_text()
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert '"auto"' not in (path / "run" / "ds_config.json").read_text()
+    rows = [json.loads(line) for line in (path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert rows[0]["lr"] == [0.0] * len(rows[0]["lr"])  # the warm-up starts from 0
     assert all(row["samples"] == 4 and row["supervised_tokens"] < row["tokens"] for row in rows)
     assert all(row["grad_norm"] > 0 for row in rows)
-    assert (path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -106,7 +106,8 @@ def folder(tmp_path_factory):
 def test_the_run_goes_on_as_if_nothing_had_changed(folder, record_property, kind, move):
     whole, moved = (folder / kind / name for name in (f"{move[0]}-zero{move[1]}", name_of(move)))
     before, after = (
-        [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for path in (whole, moved)
+        [json.loads(line) for line in (path / "run" / "metrics.jsonl").read_text().splitlines()]
+        for path in (whole, moved)
     )
     assert [row["step"] for row in after] == list(range(1, STEPS + 1))
     for name in ("lr", "samples", "tokens", "supervised_tokens"):

@@ -76,7 +76,7 @@ def wait_for_moment(run: Started, chance: random.Random) -> str:
     if moment == "start":
         time.sleep(chance.uniform(0.1, EARLY_S))
         return moment
-    log, began, seen = run.output_dir / "metrics.jsonl", time.time(), 0
+    log, began, seen = run.output_dir / "run" / "metrics.jsonl", time.time(), 0
     last, wanted = max(began, changed(log)), chance.randint(1, 8)
     while run.runner.poll() is None and seen < wanted:
         if moment == "save" and any(changed(path) > began for path in run.output_dir.glob("checkpoint-*.tmp")):
@@ -112,13 +112,15 @@ def wait_for_end(run: Started) -> tuple[int, float, list[str]]:
 
 
 def rows(folder: Path) -> list[int]:
-    path = folder / "metrics.jsonl"
+    path = folder / "run" / "metrics.jsonl"
     return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def check_books(found: Path, expected: Path) -> None:
     assert rows(found) == list(range(1, STEPS + 1))
-    losses = [[json.loads(line)["loss"] for line in (each / "metrics.jsonl").open()] for each in (found, expected)]
+    losses = [
+        [json.loads(line)["loss"] for line in (each / "run" / "metrics.jsonl").open()] for each in (found, expected)
+    ]
     assert losses[0] == losses[1]
     weights = [load_file(folder / "model.safetensors") for folder in (found, expected)]
     assert weights[0].keys() == weights[1].keys()

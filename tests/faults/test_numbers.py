@@ -53,10 +53,10 @@ def faults_of(engine) -> list[tuple[str, str, int]]:
 def test_the_step_is_skipped_counted_and_named_and_all_end_in_the_same_weights(folder, engine):
     paths = {fault: folder / name_of(engine) / "-".join(map(str, fault)) for fault in faults_of(engine)}
     for (where, _, rank), path in paths.items():
-        rows = read_metrics(path / "metrics.jsonl")
+        rows = read_metrics(path / "run" / "metrics.jsonl")
         assert [row["skipped_steps"] for row in rows] == [0, 0, 1, 1]
         assert math.isfinite(rows[-1]["loss"]) and math.isfinite(rows[WRONG - 1]["loss"]) == (where == "gradient")
-        (row,) = read_metrics(path / "skipped_steps.jsonl")
+        (row,) = read_metrics(path / "run" / "skipped_steps.jsonl")
         gradient = where == "gradient"
         assert (row["step"], row["not_finite"]) == (WRONG, "gradients" if gradient else "loss")
         assert (row["ranks"], len(row["samples"])) == (([], 2) if gradient else ([rank], 1))

@@ -237,7 +237,9 @@ def compare(found: Path, expected: Path) -> None:
             assert same(*states), name
     trainers = [json.loads((folder / "trainer.json").read_text()) for folder in folders]
     assert trainers[0] == trainers[1]
-    logs = [map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) for folder in (expected, found)]
+    logs = [
+        map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines()) for folder in (expected, found)
+    ]
     whole, killed = ([{field: row[field] for field in FIELDS} for row in log] for log in logs)
     assert len(whole) == STEPS and whole == killed
     assert same(*(load_file(folder / "model.safetensors") for folder in (expected, found)))

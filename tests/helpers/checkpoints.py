@@ -51,9 +51,9 @@ def differences(one: Path, other: Path) -> list[str]:
 
 def break_off(whole: Path, broken: Path, step: int) -> Path:
     """A folder as a run leaves it that was killed after saving a step. Returns it."""
-    broken.mkdir(parents=True)
+    (broken / "run").mkdir(parents=True)
     shutil.copytree(whole / f"checkpoint-{step}", broken / f"checkpoint-{step}")
-    shutil.copy(whole / "metrics.jsonl", broken)  # holds later steps too; they are repeated
+    shutil.copy(whole / "run" / "metrics.jsonl", broken / "run")  # holds later steps too; they are repeated
     return broken
 
 

@@ -122,8 +122,8 @@ def run(project: Path, ranks: int, noted: Path, flags: dict[str, object]) -> dic
 
 def read(out: Path) -> dict[str, object]:
     """A run's results: curves, the layouts of its last checkpoint, and the hash of the exported weights."""
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    evals = out / "evals.jsonl"
+    rows = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
+    evals = out / "run" / "evals.jsonl"
     checkpoints = sorted(out.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     weights = sorted([*out.glob("*.safetensors"), *out.glob("mm_projector.bin")])
     return {

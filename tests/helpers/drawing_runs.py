@@ -69,4 +69,4 @@ def flags_of(folder: Path, given: dict, name: str, stage: int, **more: object) -
 
 
 def read_rollouts(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "run" / "rollouts.jsonl").read_text().splitlines()]

@@ -56,7 +56,7 @@ def trained(flags: dict[str, object], **options: object) -> str:
 
 
 def rows(output_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (output_dir / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 def curve(output_dir: Path) -> list[tuple]:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
+from llava_ds.files.jsonl import run_folder
 from llava_ds.runtime.launchers import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -173,4 +174,4 @@ def tight_config(folder: Path) -> str:
 
 
 def losses(output_dir: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line)["loss"] for line in (run_folder(output_dir) / "metrics.jsonl").read_text().splitlines()]

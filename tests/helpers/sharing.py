@@ -13,6 +13,8 @@ from extension_there import if_there
 from launching import ds_config, losses, run_many, toy_run
 from safetensors.torch import load_file
 
+from llava_ds.files.jsonl import run_folder
+
 STEPS, BATCH, RATE, TOLERANCE = 5, 8, 0.1, 1e-6
 LONG = 3000  # tokens of one sample, at least
 # With torn images. At a rate of 0.1 this loss falls so steeply that one rank alone, with other micro-batches, is 1.6e-6
@@ -85,7 +87,7 @@ def train_all(folder: Path, data: dict, runs: dict[str, tuple[int, int, dict]]) 
 
 
 def rows(output_dir: Path, name: str = "metrics.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (output_dir / name).read_text().splitlines()]
+    return [json.loads(line) for line in (run_folder(output_dir) / name).read_text().splitlines()]
 
 
 def weights_of(output_dir: Path) -> dict[str, torch.Tensor]:

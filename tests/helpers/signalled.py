@@ -77,7 +77,7 @@ class Started:
 
     def steps(self) -> list[dict]:
         """The rows of metrics.jsonl."""
-        path = self.output_dir / "metrics.jsonl"
+        path = self.output_dir / "run" / "metrics.jsonl"
         return read_metrics(path) if path.exists() else []
 
     def wait_for_step(self, step: int, timeout_s: float = 600) -> None:

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from llava_ds.files.jsonl import MetricsLog, read_metrics
+from llava_ds.files.jsonl import RUN_FOLDER, MetricsLog, read_metrics, run_folder
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tracking.mending import mend_side_files
 
@@ -45,3 +45,14 @@ def test_what_is_no_file_gives_way(tmp_path, capsys):
     left = sorted(path.name.partition(".damaged-")[0] for path in tmp_path.iterdir())
     assert left == ["data_files.parquet", "evaluation-a.json", "metrics.jsonl", "mine", "run.json"]
     assert not any((tmp_path / name).exists() for name in ("run.json", "metrics.jsonl", "evaluation-a.json"))
+
+
+def test_the_folder_of_the_books_is_mended_as_well(tmp_path):
+    (tmp_path / RUN_FOLDER).write_text("no folder")
+    mend_side_files(tmp_path, NAMES, RANKS)
+    assert run_folder(tmp_path) == tmp_path / RUN_FOLDER and not run_folder(tmp_path).exists()
+    (tmp_path / RUN_FOLDER / "run.json").mkdir(parents=True)
+    mend_side_files(tmp_path, NAMES, RANKS)
+    assert [path.name.partition("-")[0] for path in run_folder(tmp_path).iterdir()] == ["run.json.damaged"]
+    (tmp_path / "metrics.jsonl").write_text("")  # as earlier versions left it
+    assert run_folder(tmp_path) == tmp_path

@@ -19,7 +19,7 @@ from llava_ds.data.sample_order import SampleOrder
 from llava_ds.data.step_plan import Packing, StepPlan
 from llava_ds.files.jsonl import read_metrics
 from llava_ds.runtime.mesh import Mesh
-from llava_ds.runtime.ranks import Ranks, progress_bar
+from llava_ds.runtime.ranks import Ranks, print_first, progress_bar
 from llava_ds.tracking.flops import ModelFlops
 from llava_ds.tracking.progress import NumbersFromDevice, Progress, RunFacts, update_bar
 from llava_ds.tracking.trackers import Trackers
@@ -54,7 +54,7 @@ def make_progress(folder: Path, sources: tuple[str, ...] = ("one",)) -> Progress
     flops = ModelFlops(per_token=1e6, per_pair=1e3, per_tile=1e7, per_target=1e5)
     ranks, trackers = Ranks(0, 0, 1, torch.device("cpu")), Trackers({}, 5)
     return Progress(
-        RunFacts("a run", folder, 2, 0, flops, 1e9, lambda counts: counts.targets),
+        RunFacts("a run", "run", folder, 2, 0, flops, 1e9, lambda counts: counts.targets),
         plan,
         trackers,
         ranks,
@@ -274,3 +274,15 @@ def test_on_a_gpu_the_copy_waits_for_its_own_step_alone(monkeypatch):
     assert done == ["copy ('cpu',) {'non_blocking': True}", "record"]
     assert numbers.read() == [{"loss": 0.5, "norm": 2.0}, {"loss": [1.0, 2.0], "norm": None}]
     assert done[2:] == ["synchronize"]
+
+
+def test_a_bar_without_a_terminal_is_lines_between_other_lines(capfd):
+    bar = progress_bar(total=2, desc="mine", mininterval=0)
+    for step in (1, 2):
+        bar.update()
+        print_first(f"step {step} is done")
+    bar.close()
+    out, err = capfd.readouterr()
+    assert out.splitlines() == ["step 1 is done", "step 2 is done"] and "\r" not in err
+    shown = dict.fromkeys(line.split("|")[0] for line in err.splitlines())
+    assert list(shown) == ["mine:   0%", "mine:  50%", "mine: 100%"]

@@ -1,6 +1,7 @@
 """The order of the hooks is the policy: what a stop, a problem and a spike of the loss do to evaluation and saving."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -86,7 +87,8 @@ def test_the_log_on_a_gpu_is_read_late(monkeypatch, device, rewinds, late):
     session.ranks, session.mesh, session.trackers = Ranks(0, 0, 1, torch.device(device)), None, None
     session.plan.args.rewinds = rewinds
     session.plan.resolved = SimpleNamespace(compute_dtype=torch.float32, zero_stage=0)
-    session.plan.output_dir = session.plan.flops = session.plan.resumed_step = None
+    session.plan.output_dir = session.plan.run_folder = Path()
+    session.plan.flops = session.plan.resumed_step = None
     session.objective = SimpleNamespace(num_units=None)
     monkeypatch.setattr(hooks, "peak_flops", lambda *_: (1.0, ""))
     monkeypatch.setattr(hooks, "called", lambda args: "a run")

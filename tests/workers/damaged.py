@@ -37,7 +37,7 @@ from llava_ds.checkpoint.run_identity import RunIdentity, saved_identity
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.export.from_checkpoint import restore
 from llava_ds.extensions.infer.formats import open_model
-from llava_ds.files.jsonl import MetricsLog
+from llava_ds.files.jsonl import MetricsLog, run_folder
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tracking.mending import mend_side_files
 from llava_ds.tracking.page import write_report
@@ -143,7 +143,7 @@ def damage(run: Path, rng: random.Random) -> tuple[list[str], bool, bool]:
         pool = json_files if rng.random() < 0.6 else pool
         pool = [path for path in pool if not fakes or path.name != commit.MANIFEST]
     else:
-        pool = [run / name for name in SIDE_FILES if (run / name).is_file()]
+        pool = [path for name in SIDE_FILES if (path := run_folder(run) / name).is_file()]
     done = []
     for path in rng.sample(pool, min(len(pool), rng.randint(1, 3))):
         kind = rng.choice(list(DAMAGES))
@@ -190,7 +190,7 @@ def asked(run: Path, identity: RunIdentity, args, verify: Callable) -> dict[str,
 
     def go_on() -> None:
         mend_side_files(run, RUN_FILES, RANKS)
-        MetricsLog(run / "metrics.jsonl", 2)
+        MetricsLog(run_folder(run) / "metrics.jsonl", 2)
         read_run_record(run)
 
     return {

@@ -44,7 +44,7 @@ def main() -> None:
         if timer is not None:
             timer.cancel()
         torch.distributed.barrier()
-        rows = read_metrics(output_dir / "metrics.jsonl")
+        rows = read_metrics(output_dir / "run" / "metrics.jsonl")
         path, refused = newest_whole(output_dir)
         seen.append({"code": code, "step": rows[-1]["step"], "saved": step_of(path), "refused": refused, "rank": rank})
         step_s = statistics.median(row["step_time_s"] for row in rows[-5:])

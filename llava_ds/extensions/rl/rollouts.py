@@ -132,7 +132,7 @@ class Rollouts(SessionPart):
 
     def _log(self, done: int) -> RowLog | None:
         """Open the log of answers on rank 0, without the steps that will be repeated."""
-        path = self.plan.output_dir / "rollouts.jsonl"
+        path = self.plan.run_folder / "rollouts.jsonl"
         return RowLog(path, [row for row in rows_of(path) if row["step"] <= done]) if self.ranks.is_first else None
 
     def windows(self, engine: DeepSpeedEngine, done: int, plain: Iterator[Window]) -> Iterator[PolicyWindow]:

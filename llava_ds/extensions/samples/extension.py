@@ -32,7 +32,7 @@ class SampleAnswers(Measure):
         shown = set.intersection(*(set(part) for part in gather([prompt.index for prompt in prompts], ranks)))
         self._prompts = [prompt for prompt in prompts if prompt.index in shown]
         if ranks.is_first:
-            path = plan.output_dir / FILE
+            path = plan.run_folder / FILE
             kept = [row for row in rows_of(path) if row["step"] <= plan.resumed_step]
             self._log, self._steps = RowLog(path, kept), {row["step"] for row in kept}
 

@@ -109,7 +109,7 @@ class Spikes(Hook):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         plan, own = session.plan, session.plan.args.own["spikes"]
-        self.spikes = LossSpikes(plan.output_dir, plan.steps, own, plan.resumed_step, session.ranks)
+        self.spikes = LossSpikes(plan.run_folder, plan.steps, own, plan.resumed_step, session.ranks)
 
     def after_step(self, end: StepEnd) -> None:
         self.spikes.add(end.read)

@@ -23,14 +23,14 @@ class WriteRecords(Hook):
             _, held_out = held_out.encoded(session.ranks)
 
         def write() -> None:
-            rejections, path = list(whole.rejections()), plan.output_dir / "skipped.jsonl"
+            rejections, path = list(whole.rejections()), plan.run_folder / "skipped.jsonl"
             rejected = {(row["file"], row["index"]) for row in rejections}
             # Training wrote lines with a step for the rejected records it met; they are replaced.
             broken = [row for row in rows_of(path) if (row["file"], row["index"]) not in rejected]
             RowLog(path, [*rejections, *broken])
             with write_errors(plan.output_dir, "the record of the run", "--output_dir"):
                 complete_run_record(plan.output_dir, data_record(plan.args, dataset, held_out))
-                write_data_files(plan.output_dir, whole.table)
+                write_data_files(plan.run_folder, whole.table)
 
         broadcast_from_first(session.ranks, write)
         print_first(*dataset.summary())

@@ -95,7 +95,7 @@ class Evaluation:
         self._objective, self._own = objective, own
         self._precision = plan.resolved.autocast(ranks.device)
         self._num_workers, self._eval_set = args.data.dataloader_num_workers, plan.evals.eval_set
-        self.log = Evals(plan.output_dir, plan.resumed_step, ranks, trackers)
+        self.log = Evals(plan.run_folder, plan.resumed_step, ranks, trackers)
         self._num_steps, self._last_s = num_steps, 0.0  # duration of the last evaluation
         self.measures: list[Measure] = [*own]
 

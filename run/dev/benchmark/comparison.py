@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from llava_ds.constants import ConfigError
-from llava_ds.files.jsonl import read_metrics
+from llava_ds.files.jsonl import read_metrics, run_folder
 
 OURS = "llava_ds"
 PADDED = "Trainer, padded"
@@ -46,7 +46,7 @@ def turns(sides: tuple[str, ...], rounds: int) -> list[tuple[int, str]]:
 def read_run(side: str, number: int, written: Path, peak_file: Path) -> Run:
     """Read a run from run/train.py's output folder or hf_trainer.py's file."""
     if side == OURS:
-        rows = read_metrics(written / "metrics.jsonl")
+        rows = read_metrics(run_folder(written) / "metrics.jsonl")
         values = {name: [row[name] for row in rows] for name in ("step_time_s", "loss", "grad_norm")}
         values["peak_memory_bytes"] = max(row["peak_memory_bytes"] for row in rows)
     else:

@@ -9,7 +9,7 @@ from benchmark.table import Row, Spread
 from benchmark.training import TRAIN, Case, estimated_bytes, launch, work_of_steps, write_case
 from benchmark.workload import Shape
 
-from llava_ds.files.jsonl import read_metrics
+from llava_ds.files.jsonl import read_metrics, run_folder
 from llava_ds.runtime.gpus import gpu_named
 
 WARM_UP = 2  # steps; the last step is profiled and also not timed
@@ -60,7 +60,7 @@ def run_stage(case: Case, folder: Path, num_steps: int, more_flags: list[str]) -
     useful = [work.useful_flops for work in work_of_steps(flags, num_ranks=1)]
     return {
         "stage": case.name,
-        **read_measured(report, read_metrics(own / "output" / "metrics.jsonl"), useful),
+        **read_measured(report, read_metrics(run_folder(own / "output") / "metrics.jsonl"), useful),
         "estimated_bytes": estimated_bytes(flags, num_ranks=1),
     }
 

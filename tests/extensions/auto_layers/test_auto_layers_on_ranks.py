@@ -49,7 +49,9 @@ def runs(given, tmp_path_factory):
 def test_a_run_is_bit_equal_with_and_without_it(runs, name):
     off, auto = runs[name, "off"], runs[name, "auto"]
     fields = ("loss", "grad_norm", "lr", "skipped_steps")
-    rows = [[[row[name] for name in fields] for row in read_metrics(out / "metrics.jsonl")] for out in (off, auto)]
+    rows = [
+        [[row[name] for name in fields] for row in read_metrics(out / "run" / "metrics.jsonl")] for out in (off, auto)
+    ]
     assert rows[0] == rows[1]
     expected, found = (load_file(out / "model.safetensors") for out in (off, auto))
     assert expected.keys() == found.keys()

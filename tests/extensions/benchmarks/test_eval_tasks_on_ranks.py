@@ -68,7 +68,7 @@ def evaluated(folder: Path, name: str, *flags: str) -> float:
 @needs_extension("best")
 @pytest.mark.parametrize("name", [*RUNS, *(f"zero3-{family}" for family in READY)])
 def test_the_best_score_is_that_of_the_exported_model(folder, name):
-    rows = read_metrics(folder / name / "evals.jsonl")
+    rows = read_metrics(folder / name / "run" / "evals.jsonl")
     assert [row["step"] for row in rows] == list(range(EVERY, STEPS + 1, EVERY))
     best = max(rows, key=lambda row: row["answers"])  # the first of equal ones
     if name != "zero2-grpo":  # which does not learn in so few steps
@@ -84,5 +84,5 @@ def test_the_run_is_the_one_that_asks_nothing(folder, name):
 
 
 def test_every_stage_has_the_same_scores(folder):
-    first, other = (read_metrics(folder / name / "evals.jsonl") for name in ("zero0", "zero3"))
+    first, other = (read_metrics(folder / name / "run" / "evals.jsonl") for name in ("zero0", "zero3"))
     assert [row["answers"] for row in first] == [row["answers"] for row in other]

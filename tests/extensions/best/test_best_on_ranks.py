@@ -45,12 +45,14 @@ def folder(tmp_path_factory) -> Path:
 
 
 def expected_end(whole: Path) -> int:
-    rows = read_metrics(whole / "evals.jsonl")
+    rows = read_metrics(whole / "run" / "evals.jsonl")
     return next(row["step"] for i, row in enumerate(rows, 1) if RULE.evaluations_without(rows[:i]) >= PATIENCE)
 
 
 def best_step(whole: Path) -> int:
-    return RULE.best(row for row in read_metrics(whole / "evals.jsonl") if row["step"] <= expected_end(whole))["step"]
+    return RULE.best(row for row in read_metrics(whole / "run" / "evals.jsonl") if row["step"] <= expected_end(whole))[
+        "step"
+    ]
 
 
 def as_if_killed(whole: Path, out: Path) -> None:
@@ -83,11 +85,11 @@ def test_it_ends_and_exports_its_best_checkpoint(folder, name, stage, tmp_path):
     whole, out = folder / f"whole-{stage}", folder / f"{name}-{stage}"
     end, best = expected_end(whole), best_step(whole)
     assert 0 < best < end < STEPS
-    assert read_metrics(out / "metrics.jsonl")[-1]["step"] == end
-    assert read_metrics(out / "evals.jsonl")[-1]["step"] == end
+    assert read_metrics(out / "run" / "metrics.jsonl")[-1]["step"] == end
+    assert read_metrics(out / "run" / "evals.jsonl")[-1]["step"] == end
     assert [path.name for path in checkpoints(out)] == [f"checkpoint-{end}", f"checkpoint-{best}"]
     state = json.loads((out / "trainer_state.json").read_text())
-    value = RULE.best(read_metrics(out / "evals.jsonl"))["loss"]
+    value = RULE.best(read_metrics(out / "run" / "evals.jsonl"))["loss"]
     assert (state["best_metric"], Path(state["best_model_checkpoint"]).name) == (value, f"checkpoint-{best}")
 
     run_script("export.py", whole / f"checkpoint-{best}", "--output_dir", tmp_path / "wanted")

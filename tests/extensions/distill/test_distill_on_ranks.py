@@ -143,7 +143,7 @@ def loop(
 @pytest.mark.full
 @pytest.mark.parametrize("at", [at for at in RUNS if at[0] != "drawn"], ids=str)
 def test_training_is_the_textbooks(runs, by_hand, at):
-    found, exact = read_metrics(runs[at] / "metrics.jsonl"), by_hand[at[0]]
+    found, exact = read_metrics(runs[at] / "run" / "metrics.jsonl"), by_hand[at[0]]
     assert len(found) == STEPS and exact[0]["divergence"] > 1e-2
     for name in exact[0]:
         most = max(abs(row[name] - other[name]) for row, other in zip(found, exact))
@@ -169,7 +169,7 @@ def test_the_teachers_numbers_are_written_once(folder, runs):
 
 def rows_of(out: Path) -> list[dict[str, float]]:
     names = ("loss", "divergence", "cross_entropy", "grad_norm")
-    path = out / "metrics.jsonl"
+    path = out / "run" / "metrics.jsonl"
     return [{name: row[name] for name in names} for row in read_metrics(path)] if path.exists() else []
 
 

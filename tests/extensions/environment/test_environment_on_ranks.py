@@ -47,7 +47,7 @@ def run_of(folder: Path, given: dict, name: str, stage: int, kind: str = "crops"
 
 
 def rows_of(folder: Path) -> list[dict]:
-    rows = read_metrics(folder / "metrics.jsonl")
+    rows = read_metrics(folder / "run" / "metrics.jsonl")
     return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
 
 
@@ -64,9 +64,9 @@ def test_a_resumed_run_is_bit_equal_and_turns_are_logged(folder, given):
     alone = {"share_prompts": False, "tokens_per_micro_batch": 600}
     todo = [run_of(folder, given, "whole", 2, **saves), run_of(folder, given, "alone", 3, **alone)]
     run_many(2, folder / "launch", todo, finished=False)
-    (folder / "resumed").mkdir()
+    (folder / "resumed" / "run").mkdir(parents=True)
     shutil.copytree(folder / "whole" / f"checkpoint-{SAVED}", folder / "resumed" / f"checkpoint-{SAVED}")
-    shutil.copy(folder / "whole" / "metrics.jsonl", folder / "resumed")
+    shutil.copy(folder / "whole" / "run" / "metrics.jsonl", folder / "resumed" / "run")
     run_many(2, folder / "again", [run_of(folder, given, "resumed", 2, **saves)], finished=False)
     rows = rows_of(folder / "whole")
     assert rows_of(folder / "resumed") == rows

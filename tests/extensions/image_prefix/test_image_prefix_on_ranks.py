@@ -39,7 +39,9 @@ def test_losses_and_gradients_are_the_same(tmp_path, cases):
         output = run_many(ranks, tmp_path / f"launch-{ranks}", todo, finished=False)
         assert output.count("records of one image share") == len(todo) // 2
     for name in cases:
-        shared, plain = (read_metrics(tmp_path / f"{name} {shares}" / "metrics.jsonl") for shares in (True, False))
+        shared, plain = (
+            read_metrics(tmp_path / f"{name} {shares}" / "run" / "metrics.jsonl") for shares in (True, False)
+        )
         assert len(shared) == len(plain) >= STEPS
         for row, other in zip(shared, plain):
             assert row.get("tokens", 0) < other.get("tokens", 1)

@@ -123,7 +123,7 @@ def test_llavas_script_trains_and_leaves_the_files_that_llava_leaves(runs):
     }
     others = torch.load(folder / "non_lora_trainables.bin", weights_only=True)
     assert set(others) == {f"{PREFIX}.{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")}
-    rates = [json.loads(line)["lr"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rates = [json.loads(line)["lr"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(map(max, rates)) == pytest.approx(2e-4) and max(map(min, rates)) == pytest.approx(2e-5)
     assert newest_whole(folder)[0] is not None
 

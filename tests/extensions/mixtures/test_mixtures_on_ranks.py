@@ -40,7 +40,7 @@ def all_rows(request, tmp_path_factory) -> dict[str, list[dict]]:
 def train(folder: Path, num_ranks: int, names: tuple[str, ...]) -> dict[str, list[dict]]:
     given = toys.write_base(folder / "base", family="qwen3_moe") | toys.write_data(folder / "data", "itii" * 3)
     run_many(num_ranks, folder, [a_run(given, folder / name, *RUNS[name]) for name in names])
-    return {name: read_metrics(folder / name / "metrics.jsonl") for name in names}
+    return {name: read_metrics(folder / name / "run" / "metrics.jsonl") for name in names}
 
 
 def a_run(given: dict[str, str], out: Path, stage: int, more: dict) -> dict:

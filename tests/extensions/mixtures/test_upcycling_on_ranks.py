@@ -112,7 +112,7 @@ def full(tmp_path_factory) -> Path:
 
 
 def check_same(one: Path, other: Path, tolerance: float = 1e-5) -> None:
-    first, second = (read_metrics(path / "metrics.jsonl") for path in (one, other))
+    first, second = (read_metrics(path / "run" / "metrics.jsonl") for path in (one, other))
     assert len(first) == len(second) == STEPS
     for a, b in zip(first, second):
         for name in ("loss", "grad_norm", "experts/aux_loss"):
@@ -149,7 +149,7 @@ def test_any_number_of_experts_for_a_token_drops_the_same(full, kind):
 
 
 def test_the_load_is_logged_and_its_loss_trains_the_routers(quick):
-    for row in read_metrics(quick / "ep2-2" / "metrics.jsonl"):
+    for row in read_metrics(quick / "ep2-2" / "run" / "metrics.jsonl"):
         assert 1 <= row["experts/max_over_mean"] <= 4 and 0 < row["experts/entropy"] <= 1
         assert 2 <= row["experts/aux_loss"] < 4  # one for each of two layers where the load is even
 
@@ -242,7 +242,7 @@ def test_experts_that_get_no_token_hang_nobody(full):
     for name, (stage, more) in runs.items():
         run_many(2, full / f"launch-{name}", [toy_run(given, full / name, ds_config(stage), **more)])
     assert losses(full / "idle-ep2") == pytest.approx(losses(full / "idle-ep1"), abs=1e-5)
-    assert {row["experts/max_over_mean"] for row in read_metrics(full / "idle-ep2" / "metrics.jsonl")} == {2}
+    assert {row["experts/max_over_mean"] for row in read_metrics(full / "idle-ep2" / "run" / "metrics.jsonl")} == {2}
 
 
 @pytest.mark.full
@@ -259,5 +259,5 @@ def test_a_step_that_is_not_finite_and_a_flipped_bit_are_seen_on_all_ranks(tmp_p
     done = launch(2, ROOT / "tests" / "workers" / "disturbed.py", str(listed))
     assert done.returncode == 0, done.stdout + done.stderr
     for stage in range(3):
-        rows = read_metrics(tmp_path / f"nan-{stage}" / "metrics.jsonl")
+        rows = read_metrics(tmp_path / f"nan-{stage}" / "run" / "metrics.jsonl")
         assert [row["skipped_steps"] for row in rows] == [0, 0, 1, 1] and math.isfinite(rows[3]["loss"])

@@ -44,8 +44,8 @@ def test_two_ranks_train_from_a_store_as_from_the_disk(tmp_path, monkeypatch):
     assert fetched[0] == fetched[1], "a second start fetched something again"
     assert set(fetched[1]) == {local["data_path"], *map(str, Path(local["image_folder"]).iterdir())}
     assert stores.state("failures").read_text() == "0"
-    assert not any((run["output_dir"] / "skipped.jsonl").exists() for run in runs)
-    prints = [json.loads((run["output_dir"] / "run.json").read_text())["data"]["fingerprint"] for run in runs]
+    assert not any((run["output_dir"] / "run" / "skipped.jsonl").exists() for run in runs)
+    prints = [json.loads((run["output_dir"] / "run" / "run.json").read_text())["data"]["fingerprint"] for run in runs]
     assert len(set(prints)) == 1
     kept = [path for path in (tmp_path / "c3" / "objects").rglob("*") if path.is_file() and path.name != "ledger"]
     assert 0 < len(kept) <= 5 + 2 * 3  # of the bound, and one for each process

@@ -125,7 +125,7 @@ def test_packed_is_unpacked_and_every_stage_is_the_same(runs):
 
 
 def logged(run: Path, name: str) -> list[float]:
-    return [json.loads(line)[name] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line)[name] for line in (run / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_its_own_loss_falls(runs):
@@ -350,7 +350,7 @@ def test_a_mistake_is_refused_before_the_first_step_with_its_slot(given, tmp_pat
         name: found.get(name) for name, (_, message) in MISTAKES.items() if not re.search(message, str(found.get(name)))
     }
     assert not wrong
-    assert not [*tmp_path.glob("*/metrics.jsonl")]
+    assert not [*tmp_path.glob("*/run/metrics.jsonl")]
 
 
 HARMLESS = '''

@@ -147,7 +147,7 @@ def joined(own, other):
 @pytest.mark.full
 @pytest.mark.parametrize("at", RUNS, ids=str)
 def test_training_is_the_textbooks(runs, textbook, at):
-    found, exact = read_metrics(runs[at] / "metrics.jsonl"), textbook[at[2] if at[2] in textbook else "packed"]
+    found, exact = read_metrics(runs[at] / "run" / "metrics.jsonl"), textbook[at[2] if at[2] in textbook else "packed"]
     assert len(found) == STEPS and max(row["kl"] for row in exact) > 1e-3
     for name in exact[0]:
         most = max(abs(row[name] - other[name]) for row, other in zip(found, exact))
@@ -158,4 +158,4 @@ def test_training_is_the_textbooks(runs, textbook, at):
 @pytest.mark.full
 def test_the_first_loss_is_one_half(runs):
     """The policy is the reference."""
-    assert read_metrics(runs[2, 2, "packed"] / "metrics.jsonl")[0]["loss"] == pytest.approx(0.5, abs=1e-6)
+    assert read_metrics(runs[2, 2, "packed"] / "run" / "metrics.jsonl")[0]["loss"] == pytest.approx(0.5, abs=1e-6)

@@ -181,7 +181,7 @@ def by_hand(
 @pytest.mark.full
 @pytest.mark.parametrize("at", RUNS, ids=str)
 def test_training_is_the_textbooks(runs, textbook, at):
-    found, exact = read_metrics(runs[at] / "metrics.jsonl"), textbook[at[0]]
+    found, exact = read_metrics(runs[at] / "run" / "metrics.jsonl"), textbook[at[0]]
     assert len(found) == STEPS
     for name in exact[0]:
         # Before the first update, which warm-up delays to the second step, all margins are zero.

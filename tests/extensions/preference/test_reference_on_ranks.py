@@ -69,6 +69,8 @@ def test_the_first_loss_is_ln_2_whatever_the_cache_has(runs):
 
 def test_the_runs_differ_where_only_the_adapter_or_the_configuration_does(runs):
     """Otherwise the cache could not have been wrong."""
-    chosen = {name: json.loads((path / "metrics.jsonl").read_text().splitlines()[0]) for name, path in runs.items()}
+    chosen = {
+        name: json.loads((path / "run" / "metrics.jsonl").read_text().splitlines()[0]) for name, path in runs.items()
+    }
     values = {name: row["logps/chosen"] for name, row in chosen.items()}
     assert len({round(value, 3) for value in values.values()}) == len(values), values

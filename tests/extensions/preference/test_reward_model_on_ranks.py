@@ -89,9 +89,9 @@ def runs(folder, given) -> dict[object, Path]:
     todo.append(flags_of(given, outputs["whole"], 2, **PACKED, **saving))
     run_many(2, folder / "launch", todo)
     run_many(2, folder / "cut", cut)  # a process has the groups of one mesh
-    outputs["resumed"].mkdir()
+    (outputs["resumed"] / "run").mkdir(parents=True)
     shutil.copytree(outputs["whole"] / f"checkpoint-{SAVED}", outputs["resumed"] / f"checkpoint-{SAVED}")
-    shutil.copy(outputs["whole"] / "metrics.jsonl", outputs["resumed"])
+    shutil.copy(outputs["whole"] / "run" / "metrics.jsonl", outputs["resumed"] / "run")
     run_many(2, folder / "again", [flags_of(given, outputs["resumed"], 2, **PACKED, **saving)])
     return outputs
 
@@ -155,7 +155,7 @@ def textbook(folder, given) -> dict[str, list[dict[str, float]]]:
 
 @pytest.mark.parametrize("at", RUNS, ids=str)
 def test_training_is_the_textbooks(runs, textbook, at):
-    found, wanted = read_metrics(runs[at] / "metrics.jsonl"), textbook[at[0]]
+    found, wanted = read_metrics(runs[at] / "run" / "metrics.jsonl"), textbook[at[0]]
     assert len(found) == STEPS
     for name in wanted[0]:
         # Before the first update, which warm-up delays to the second step, all scores are zero.
@@ -166,11 +166,11 @@ def test_training_is_the_textbooks(runs, textbook, at):
 
 def test_the_first_loss_is_ln_2_where_there_are_no_margins(runs, given):
     assert losses(runs["tokens", 3, 2])[0] > math.log(2)  # some have one
-    assert all(row["rewards/chosen"] == 0 for row in read_metrics(runs["last", 2, 2] / "metrics.jsonl")[:1])
+    assert all(row["rewards/chosen"] == 0 for row in read_metrics(runs["last", 2, 2] / "run" / "metrics.jsonl")[:1])
 
 
 def test_a_resumed_run_is_bit_equal(runs):
-    whole, resumed = (read_metrics(runs[name] / "metrics.jsonl") for name in ("whole", "resumed"))
+    whole, resumed = (read_metrics(runs[name] / "run" / "metrics.jsonl") for name in ("whole", "resumed"))
     assert [row["loss"] for row in whole] == [row["loss"] for row in resumed]
     assert torch.equal(*(load_file(runs[name] / VALUE_HEAD_FILE)["weight"] for name in ("whole", "resumed")))
     one, other = (load_file(runs[name] / "model.safetensors") for name in ("whole", "resumed"))
@@ -192,7 +192,7 @@ def test_it_rewards_drawn_answers_at_any_stage(runs, folder, given):
     outputs = {stage: folder / f"grpo-{stage}" for stage in (2, 3)}
     todo = [toy_run(asked, output, ds_config(stage), **more) for stage, output in outputs.items()]
     run_many(2, folder / "drawing", todo)
-    rows = {stage: read_metrics(output / "metrics.jsonl") for stage, output in outputs.items()}
+    rows = {stage: read_metrics(output / "run" / "metrics.jsonl") for stage, output in outputs.items()}
     for row, other in zip(rows[2], rows[3], strict=True):
         score, length = row["rewards/reward_model/mean"], row["rewards/length/mean"]
         assert score != 0 and row["reward"] == pytest.approx(2 * score + 0.5 * length, rel=1e-6)
@@ -200,7 +200,7 @@ def test_it_rewards_drawn_answers_at_any_stage(runs, folder, given):
 
 
 def test_the_eval_set_has_loss_and_accuracy(runs):
-    rows = [json.loads(line) for line in (runs["whole"] / "evals.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (runs["whole"] / "run" / "evals.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [4, 8]
     assert all(0 <= row["rewards/accuracies"] <= 1 and row["samples"] == 7 for row in rows)
     assert rows[-1]["loss"] < rows[0]["loss"]

@@ -48,7 +48,9 @@ def test_losses_and_gradients_are_the_same(tmp_path, cases):
         output = run_many(ranks, tmp_path / f"launch-{ranks}", todo, finished=False)
         assert "computed once per answer" not in output
     for name in cases:
-        shared, plain = (read_metrics(tmp_path / f"{name} {shares}" / "metrics.jsonl") for shares in (True, False))
+        shared, plain = (
+            read_metrics(tmp_path / f"{name} {shares}" / "run" / "metrics.jsonl") for shares in (True, False)
+        )
         assert len(shared) == STEPS
         for row, other in zip(shared, plain):
             assert row["tokens"] < other["tokens"]

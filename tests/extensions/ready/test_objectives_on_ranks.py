@@ -56,14 +56,14 @@ class Runs:
         if RESUMED in kinds and known(DRAWN[RESUMED]):
             for ranks in (1, 2):
                 self._resume(prompts, ranks, saves)
-        self.rows = {path.parent.name: read_metrics(path) for path in folder.glob("*/metrics.jsonl")}
+        self.rows = {path.parents[1].name: read_metrics(path) for path in folder.glob("*/run/metrics.jsonl")}
 
     def _resume(self, prompts: dict[str, str], ranks: int, saves: dict[str, object]) -> None:
         """Resume from the two ranks' checkpoint."""
         whole, name = self.folder / f"{RESUMED}-2", f"resumed-{ranks}"
-        (self.folder / name).mkdir()
+        (self.folder / name / "run").mkdir(parents=True)
         shutil.copytree(whole / f"checkpoint-{SAVED}", self.folder / name / f"checkpoint-{SAVED}")
-        shutil.copy(whole / "metrics.jsonl", self.folder / name)
+        shutil.copy(whole / "run" / "metrics.jsonl", self.folder / name / "run")
         flags = flags_of(self.folder, prompts, name, 2, **RATES, **DRAWN[RESUMED], **saves)
         run_many(ranks, self.folder / f"again-{ranks}", [_of_one_rate(flags)], finished=False)
 

@@ -27,7 +27,7 @@ def test_the_drawing_has_the_log_probabilities_of_training(family, tmp_path):
     todo = [flags_of(tmp_path, given, f"{shares}", 2, share_prompts=shares, **more) for shares in (True, False)]
     todo = [{name: value for name, value in flags.items() if name != "mm_projector_lr"} for flags in todo]
     run_many(1, tmp_path / "launch", todo, finished=False)
-    [row], [other] = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("True", "False"))
+    [row], [other] = (read_metrics(tmp_path / name / "run" / "metrics.jsonl") for name in ("True", "False"))
     assert row["episodes/turns"] > 1 and 0 < row["sampling_gap"] < 1e-5
     assert read_rollouts(tmp_path / "True") == read_rollouts(tmp_path / "False")
     for name in ("loss", "grad_norm", "reward"):

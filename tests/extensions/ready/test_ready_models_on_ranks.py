@@ -190,9 +190,9 @@ def check_routers(runs: Runs) -> None:
     found = losses(runs.folder / "balanced")
     assert np.allclose(found[:4], expected[:4], rtol=1e-6, atol=0) and np.allclose(found, expected, **close)
     assert not np.allclose(losses(runs.folder / "zero3")[-5:], expected[-5:], rtol=1e-3)
-    rows = read_metrics(runs.folder / "balanced" / "metrics.jsonl")
+    rows = read_metrics(runs.folder / "balanced" / "run" / "metrics.jsonl")
     assert np.allclose([row["experts/aux_loss"] for row in rows], routers, **close)
-    for row in (*rows, *read_metrics(runs.folder / "zero0" / "metrics.jsonl")):
+    for row in (*rows, *read_metrics(runs.folder / "zero0" / "run" / "metrics.jsonl")):
         assert 1 <= row["experts/max_over_mean"] <= 2 and 0 < row["experts/entropy"] <= 1
 
 

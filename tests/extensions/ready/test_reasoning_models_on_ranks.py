@@ -112,7 +112,7 @@ def test_plain_answers_are_known_by_heart_with_the_variable_and_refused_without_
         "give --chat_template_kwargs '{\"enable_thinking\": false}', under which it is"
         in refused.stdout + refused.stderr
     )
-    assert not (runs.folder / "refused" / "metrics.jsonl").exists()
+    assert not (runs.folder / "refused" / "run" / "metrics.jsonl").exists()
 
 
 def test_answers_with_thoughts_are_known_by_heart_without_it(runs):

@@ -28,9 +28,9 @@ def test_a_small_model_learns_by_sft_then_by_rewards(tmp_path):
     for name, flags in stages.items():
         recipe = ROOT / f"run/recipes/ready-{name}.yaml"
         run_many(2, tmp_path / "launch", [{"recipe": recipe, "output_dir": tmp_path / name, **short, **flags}])
-    losses = [row["loss"] for row in read_metrics(tmp_path / "sft" / "metrics.jsonl")]
+    losses = [row["loss"] for row in read_metrics(tmp_path / "sft" / "run" / "metrics.jsonl")]
     assert 5.5 < losses[0] < 7 and losses[-1] < 4
-    assert all(0 <= row["reward"] <= 1 for row in read_metrics(tmp_path / "grpo" / "metrics.jsonl"))
+    assert all(0 <= row["reward"] <= 1 for row in read_metrics(tmp_path / "grpo" / "run" / "metrics.jsonl"))
     assert (tmp_path / "grpo" / "adapter_config.json").is_file()
     heldout = ("--data_path", tmp_path / "questions/heldout.json", "--image_folder", tmp_path / "questions")
     for name in stages:

@@ -26,7 +26,7 @@ MOMENTS = ("in a save", "while it draws", "in a step")
 
 def num_rows(out: Path, name: str) -> int:
     """Whole rows of a log; 0 where there is none yet."""
-    path = out / name
+    path = out / "run" / name
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
@@ -59,7 +59,7 @@ def killed_in(run: Started, moment: str, step: int, delay_s: float) -> str:
 
 
 def books(out: Path) -> tuple[list[dict], list[dict], bytes]:
-    rows = [{k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(out / "metrics.jsonl")]
+    rows = [{k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(out / "run" / "metrics.jsonl")]
     return rows, read_rollouts(out), (out / "model.safetensors").read_bytes()
 
 

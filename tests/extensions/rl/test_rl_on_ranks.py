@@ -43,15 +43,15 @@ def runs(folder, given) -> dict[str, list[dict]]:
     run_many(2, folder / "launch", todo, finished=False)
     again = [(f"resumed-{kind}", kind) for kind in SAVING]
     for name, kind in [*again, ("resharded-critic", "critic")]:
-        (folder / name).mkdir()
+        (folder / name / "run").mkdir(parents=True)
         shutil.copytree(folder / f"{kind}-2" / f"checkpoint-{SAVED}", folder / name / f"checkpoint-{SAVED}")
-        shutil.copy(folder / f"{kind}-2" / "metrics.jsonl", folder / name)
+        shutil.copy(folder / f"{kind}-2" / "run" / "metrics.jsonl", folder / name / "run")
     todo = [flags_of(folder, given, name, 2, **KINDS[kind], **saves) for name, kind in again]
     run_many(2, folder / "again", todo, finished=False)
     todo = [flags_of(folder, given, "resharded-critic", 2, **KINDS["critic"], **saves)]
     todo.append(flags_of(folder, given, "alone-refilled", 2, **KINDS["refilled"]))
     run_many(1, folder / "resharded", todo, finished=False)
-    return {path.parent.name: read_metrics(path) for path in folder.glob("*/metrics.jsonl")}
+    return {path.parents[1].name: read_metrics(path) for path in folder.glob("*/run/metrics.jsonl")}
 
 
 @pytest.mark.full
@@ -134,7 +134,7 @@ def test_the_first_steps_say_that_nothing_is_learned(folder, given):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("WARNING: nothing was learned in 3 steps: the answers to each of ") == 1
     assert "had equal rewards, like 0.25 for " in done.stdout
-    for row in read_metrics(folder / "flat" / "metrics.jsonl"):
+    for row in read_metrics(folder / "flat" / "run" / "metrics.jsonl"):
         assert (row["reward"], row["rewards/flat/mean"], row["rewards/none/mean"]) == (0.25, 0.25, 0.0)
 
 
@@ -159,7 +159,7 @@ def test_other_columns_of_the_records_reach_the_function(folder, given):
         1, ROOT / "run" / "rl.py", *command_line(flags_of(folder, data, "columns", 2, max_steps=1, **functions))
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert read_metrics(folder / "columns" / "metrics.jsonl")[0]["rewards/half/mean"] > 0
+    assert read_metrics(folder / "columns" / "run" / "metrics.jsonl")[0]["rewards/half/mean"] > 0
     done = launch(1, ROOT / "run" / "rl.py", *command_line(flags_of(folder, given, "none", 2, **functions)))
     assert "half has the parameter 'solution', but no list or column" in done.stdout + done.stderr
 
@@ -170,7 +170,7 @@ def test_a_reward_that_fails_ends_the_run_before_the_model_is_built(folder, give
     flags = flags_of(folder, given, "fails", 2, reward_funcs=f"{folder}/fails.py:fails", reward_weights="1")
     done = launch(2, ROOT / "run" / "rl.py", *command_line(flags))
     assert done.returncode == 2 and "fails.py:fails failed: ZeroDivisionError" in done.stdout + done.stderr
-    assert not (folder / "fails" / "metrics.jsonl").exists()
+    assert not (folder / "fails" / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.full
@@ -213,10 +213,10 @@ def test_bad_records_are_left_out_by_the_same_books(tmp_path, given, kind):
     torn.write_bytes(torn.read_bytes()[: torn.stat().st_size // 2])
     flags = flags_of(tmp_path, {**given, **data}, "run", 2, **KINDS[kind], max_bad_fraction=0.9)
     run_many(2, tmp_path / "launch", [flags], finished=False)
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    rows = read_metrics(tmp_path / "run" / "run" / "metrics.jsonl")
     assert [row["samples"] + row["broken_samples"] for row in rows] == [4] * STEPS
     assert [row["broken_samples"] for row in rows] == [1] * STEPS
-    skipped = [json.loads(line) for line in (tmp_path / "run" / "skipped.jsonl").read_text().splitlines()]
+    skipped = [json.loads(line) for line in (tmp_path / "run" / "run" / "skipped.jsonl").read_text().splitlines()]
     assert sorted(row["id"] for row in skipped if "step" not in row) == ["s2", "s3", "s5"]
     assert [row["step"] for row in skipped if row["id"] == "s1"] == [*range(1, STEPS + 1)]
 
@@ -231,7 +231,7 @@ def test_answers_of_a_vllm_server(folder, given, stage):
     output = folder / f"served-{stage}"
     assert stand_in.loaded == [str(output / "vllm")] * STEPS
     assert {*load_file(output / "vllm" / "model.safetensors")} > {"language_model.lm_head.weight"}
-    rows = read_metrics(output / "metrics.jsonl")
+    rows = read_metrics(output / "run" / "metrics.jsonl")
     assert len(rows) == STEPS and all(row["sampling_gap"] > 1 for row in rows)
     for prompt, _ in stand_in.asked:
         images = prompt.get("multi_modal_data", {"image": []})["image"]

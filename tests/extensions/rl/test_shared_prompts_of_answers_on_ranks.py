@@ -31,7 +31,7 @@ def test_losses_and_gradients_are_the_same(tmp_path, cases):
     for name in cases:
         folders = [tmp_path / f"{name} {shares}" for shares in (True, False)]
         assert read_rollouts(folders[0]) == read_rollouts(folders[1])
-        for row, other in zip(*(read_metrics(folder / "metrics.jsonl") for folder in folders), strict=True):
+        for row, other in zip(*(read_metrics(folder / "run" / "metrics.jsonl") for folder in folders), strict=True):
             assert row["tokens"] < other["tokens"]
             for number in ("loss", "grad_norm", "entropy", "reward"):
                 assert row[number] == pytest.approx(other[number], rel=1e-5, abs=1e-7), (name, row["step"], number)

@@ -55,22 +55,22 @@ def test_it_ends_as_if_the_steps_had_changed_nothing(folder, name):
     different = differences(back / f"checkpoint-{STEPS}", plain / f"checkpoint-{STEPS}")
     assert [place for place in different if not place.endswith("/skipped_steps")] == []
     assert len(different) > 0  # it compares: of the two, one skipped its steps by itself
-    rows = [read_metrics(side / "metrics.jsonl") for side in (back, plain)]
+    rows = [read_metrics(side / "run" / "metrics.jsonl") for side in (back, plain)]
     for field in ("step", "lr", "samples", "tokens"):
         assert [row[field] for row in rows[0]] == [row[field] for row in rows[1]]
     assert [row["loss"] for row in rows[0][SPIKE:]] == [row["loss"] for row in rows[1][SPIKE:]]
-    (row,) = read_metrics(back / "loss_spikes.jsonl")
+    (row,) = read_metrics(back / "run" / "loss_spikes.jsonl")
     assert (row["step"], row["rewound_to"], len(row["samples"])) == (SPIKE, f"checkpoint-{SAVED}", 2)
 
 
 def test_without_a_checkpoint_it_goes_on(folder):
-    rows = read_metrics(folder / "none" / "loss_spikes.jsonl")
+    rows = read_metrics(folder / "none" / "run" / "loss_spikes.jsonl")
     assert {row["rewound_to"] for row in rows} == {None} and len(rows) == 2
-    assert read_metrics(folder / "none" / "metrics.jsonl")[-1]["step"] == 12
+    assert read_metrics(folder / "none" / "run" / "metrics.jsonl")[-1]["step"] == 12
     assert "no checkpoint to go back to yet" in (folder / "output.txt").read_text()
 
 
 def test_the_third_time_from_one_checkpoint_ends_the_run(folder):
     assert [path.name for path in (folder / "thrice").glob("checkpoint-*")] == ["checkpoint-8"]
     assert "ended: the run went back to checkpoint-8 3 times" in (folder / "output.txt").read_text()
-    assert [row["step"] for row in read_metrics(folder / "thrice" / "loss_spikes.jsonl")] == [9, 10, 11]
+    assert [row["step"] for row in read_metrics(folder / "thrice" / "run" / "loss_spikes.jsonl")] == [9, 10, 11]

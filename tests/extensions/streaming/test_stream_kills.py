@@ -79,4 +79,4 @@ def test_a_stream_that_is_killed_at_five_moments_ends_like_one_that_is_not(tmp_p
 
 
 def losses_of(out: Path) -> list[float]:
-    return losses(out) if (out / "metrics.jsonl").exists() else []
+    return losses(out) if (out / "run" / "metrics.jsonl").exists() else []

@@ -33,12 +33,12 @@ def stream_run(given: dict[str, str], output_dir: Path, **more: object) -> dict[
 
 def books(output_dir: Path) -> tuple[dict, list[dict]]:
     """What the run says of its data, and of what it left out."""
-    skipped = [json.loads(line) for line in (output_dir / "skipped.jsonl").read_text().splitlines()]
-    return json.loads((output_dir / "run.json").read_text())["data"], skipped
+    skipped = [json.loads(line) for line in (output_dir / "run" / "skipped.jsonl").read_text().splitlines()]
+    return json.loads((output_dir / "run" / "run.json").read_text())["data"], skipped
 
 
 def eval_loss(output_dir: Path) -> float:
-    return json.loads((output_dir / "evals.jsonl").read_text().splitlines()[-1])["loss"]
+    return json.loads((output_dir / "run" / "evals.jsonl").read_text().splitlines()[-1])["loss"]
 
 
 def wait_until(done, process: subprocess.Popen) -> None:
@@ -62,7 +62,7 @@ def test_a_run_that_begins_with_two_shards_is_that_of_a_whole_cache(tmp_path):
         command, env=environment() | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         # Its rows are written when two steps are done, and four of six shards can't be there.
-        wait_until(lambda: (cold / "metrics.jsonl").exists() and len(losses(cold)) >= 2, process)
+        wait_until(lambda: (cold / "run" / "metrics.jsonl").exists() and len(losses(cold)) >= 2, process)
         [work] = (tmp_path / "cache" / "encoded").glob("*/1.work")
         assert len(list(work.glob("rows-*"))) == 2
         gate.unlink()
@@ -99,7 +99,7 @@ def test_two_ranks_stream_like_the_whole_encoding(tmp_path):
     assert found["cold"] == found["warm"] and len(found["cold"]) == 24
     # Where no record is bad, the files' order is that of a run without --stream, to the bit.
     assert found["cold in order"] == found["whole in order"] != found["cold"]
-    prints = {name: json.loads((tmp_path / name / "run.json").read_text())["data"] for name in runs}
+    prints = {name: json.loads((tmp_path / name / "run" / "run.json").read_text())["data"] for name in runs}
     assert all(data == prints["whole"] for data in prints.values())
 
 
@@ -111,7 +111,7 @@ def test_too_many_bad_records_end_the_run_where_it_meets_them(tmp_path):
     assert done.returncode == 2, done.stdout + done.stderr
     assert "more than --on_bad_sample and --max_bad_fraction allow (2)" in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    steps = [json.loads(line)["step"] for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "out" / "run" / "skipped.jsonl").read_text().splitlines()]
     assert len(steps) > 2 >= sum(step < steps[-1] for step in steps)
 
 
