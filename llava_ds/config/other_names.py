@@ -56,7 +56,7 @@ ELSEWHERE = by_name(
         "--lr_scheduler_type": "--scheduler",
         "the variable WANDB_PROJECT": "--wandb_project",
         "--output_dir": "--output_path --checkpoint_dir",
-        "--output_dir (its folder tensorboard)": "--tensorboard_path --logging_dir",
+        "--output_dir (its folder run/tensorboard)": "--tensorboard_path --logging_dir",
         "--resume": "--resume_from_checkpoint",
         "--resume never": "--overwrite_output_dir",
         "--optim (or an optimizer in the DeepSpeed JSON)": "--optimizer",
