@@ -20,14 +20,14 @@ PACKAGES = ("llava_ds", "run")
 SLACK = 0.01
 
 BARS = {
-    "imported files": 116,
-    "imported lines": 19068,
+    "imported files": 117,
+    "imported lines": 19217,
     "files at the end": 185,
     "lines at the end": 27715,
     "feature words": 61,
     "kernel files": 39,
-    "kernel lines": 5813,
-    "all lines": 75629,
+    "kernel lines": 5819,
+    "all lines": 75678,
 }
 
 # What one reads to understand training.
