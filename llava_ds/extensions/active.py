@@ -207,7 +207,10 @@ def _of_text(config: "PreTrainedConfig") -> list[str]:
         name
         for name, trigger in EXTENSIONS.items()
         if config.model_type in trigger.text_types.split()
-        or any(isinstance(getattr(config, field, None), dict) for field in trigger.text_fields.split())
+        or any(
+            isinstance(value := getattr(config, field, None), dict) or value is True
+            for field in trigger.text_fields.split()
+        )
     ]
 
 

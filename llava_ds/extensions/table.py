@@ -169,7 +169,7 @@ EXTENSIONS: dict[str, Trigger] = {
         "experts_implementation",
         keys="moe_expert_parallel_size",
         text_types="mixtral qwen2_moe qwen3_moe olmoe granitemoe qwen3_vl_moe_text qwen3_5_moe_text",
-        text_fields="moe",
+        text_fields="moe enable_moe_block",
     ),
     "plugins": Trigger(
         "a check of --plugin before the first step, and parts to build one from",

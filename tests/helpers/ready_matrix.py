@@ -40,6 +40,7 @@ ROWS = {  # the published sizes that a row is about, its family, and settings of
     "Qwen3.5-MoE": ("qwen3_5_moe", TWO),
     "Gemma 3": ("gemma3", {}),
     "Gemma 4 31B": ("gemma4", {"num_global_key_value_heads": 2}),
+    "Gemma 4 26B-A4B": ("gemma4_moe", {"num_global_key_value_heads": 2}),
     "Gemma 4 E4B": ("gemma4_e", {}),
     "Gemma 4 E2B": ("gemma4_e", {"num_key_value_heads": 1}),
     "SmolVLM": ("smolvlm", {}),

@@ -201,17 +201,18 @@ def marked_gemma4(template: str) -> str:
 
 
 # Variables with which a family's prompt is a prefix of the text with the answer.
-VARIABLES = {"gemma4": {"enable_thinking": True}}
+VARIABLES = dict.fromkeys(("gemma4", "gemma4_moe"), {"enable_thinking": True})
 TEMPLATES = {
     "idefics3": SMOLVLM_TEMPLATE, "smolvlm": SMOLVLM_TEMPLATE, "internvl": INTERNVL_TEMPLATE,
     "gemma3": GEMMA_TEMPLATE, "gemma4": GEMMA4_TEMPLATE, "gemma4_e": GEMMA4_SMALL_TEMPLATE,
+    "gemma4_moe": GEMMA4_TEMPLATE,
     "qwen2_vl": QWEN_TEMPLATE, "qwen2_5_vl": QWEN_TEMPLATE, "qwen3_vl": QWEN3_TEMPLATE,
     "qwen3_vl_moe": QWEN3_TEMPLATE, "qwen3_5": QWEN35_TEMPLATE, "qwen3_5_moe": QWEN35_TEMPLATE,
 }  # fmt: skip
 MARKED = {
     "idefics3": SMOLVLM_MARKED, "smolvlm": SMOLVLM_MARKED, "internvl": INTERNVL_MARKED,
     "gemma3": GEMMA_MARKED, "gemma4": marked_gemma4(GEMMA4_TEMPLATE),
-    "gemma4_e": marked_gemma4(GEMMA4_SMALL_TEMPLATE),
+    "gemma4_e": marked_gemma4(GEMMA4_SMALL_TEMPLATE), "gemma4_moe": marked_gemma4(GEMMA4_TEMPLATE),
     **{name: text.replace(*QWEN_MARKS) for name, text in TEMPLATES.items() if name.startswith("qwen")},
 }  # fmt: skip
 
@@ -232,8 +233,10 @@ GEMMA4_TOKENS = [
     "<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|audio>", "<audio|>",
     "<|audio|>", "<|video|>", "<|channel>", "<channel|>",
 ]  # fmt: skip
-EXPERTS = if_there("mixtures", qwen3_vl_moe=Qwen3VLProcessor, qwen3_5_moe=Qwen3VLProcessor)
-# Of Gemma 4's sizes, one as 31B, and one as E2B and E4B.
+GEMMA4 = ("gemma4", "gemma4_e", *if_there("mixtures", gemma4_moe=True))
+QWEN_EXPERTS = if_there("mixtures", qwen3_vl_moe=Qwen3VLProcessor, qwen3_5_moe=Qwen3VLProcessor)
+EXPERTS = (*QWEN_EXPERTS, *GEMMA4[2:])
+# Of Gemma 4's sizes, one as 31B, one as E2B and E4B, and one as 26B-A4B.
 FAMILIES = (
     "idefics3", "smolvlm", "internvl", "gemma3", "gemma4", "gemma4_e", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
     *EXPERTS, "qwen3_5",
@@ -245,14 +248,13 @@ SAID_FEATURES = {"internvl": "image_seq_length", "gemma3": "image_seq_length"}  
 SEEDS = {"gemma3": 5}  # random weights whose answers are not empty
 ENDS = {
     "gemma3": "<end_of_turn>",
-    "gemma4": "<turn|>",
-    "gemma4_e": "<turn|>",
+    **dict.fromkeys(GEMMA4, "<turn|>"),
 }  # for answers, if texts have another end
 QWEN_PROCESSORS = {
     "qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor,
-    **EXPERTS, "qwen3_5": Qwen3VLProcessor,
+    **QWEN_EXPERTS, "qwen3_5": Qwen3VLProcessor,
 }  # fmt: skip
-WITH_VIDEOS = ("smolvlm", "internvl", "gemma4", "gemma4_e", *QWEN_PROCESSORS)
+WITH_VIDEOS = ("smolvlm", "internvl", *GEMMA4, *QWEN_PROCESSORS)
 
 VIDEO_CELLS = 150  # for all frames of a video, with times between frames
 FRAME_TOKENS = 20  # of Gemma 4
@@ -263,6 +265,7 @@ def whole_blocks(family: str) -> dict[str, int]:
     own = {
         "gemma4": {"global_head_dim": 32},
         "gemma4_e": {"global_head_dim": 32, "hidden_size_per_layer_input": 64},
+        "gemma4_moe": {"global_head_dim": 32, "moe_intermediate_size": 64},
         "qwen3_vl_moe": {"moe_intermediate_size": 64},
         "qwen3_5_moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
     }
@@ -302,8 +305,7 @@ def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, templat
     named = {
         "internvl": "InternVLProcessor",
         "gemma3": "Gemma3Processor",
-        "gemma4": "Gemma4Processor",
-        "gemma4_e": "Gemma4Processor",
+        **dict.fromkeys(GEMMA4, "Gemma4Processor"),
         "smolvlm": "SmolVLMProcessor",
         "idefics3": "Idefics3Processor",
     }
@@ -481,7 +483,7 @@ def openable() -> Iterator[None]:
 
 def _tokenizer(family: str) -> PreTrainedTokenizerFast:
     own = {
-        "internvl": INTERNVL_TOKENS, "gemma3": GEMMA_TOKENS, "gemma4": GEMMA4_TOKENS, "gemma4_e": GEMMA4_TOKENS,
+        "internvl": INTERNVL_TOKENS, "gemma3": GEMMA_TOKENS, **dict.fromkeys(GEMMA4, GEMMA4_TOKENS),
     }  # fmt: skip
     tokens = QWEN_TOKENS if family in QWEN_PROCESSORS else own.get(family, SMOLVLM_TOKENS)
     tokenizer = Tokenizer(models.BPE())
@@ -565,11 +567,14 @@ def _gemma4_config(family: str, tokenizer, text: dict) -> AutoConfig:
         "final_logit_softcapping": 30.0,
     }  # fmt: skip
     audio = None
-    if family == "gemma4":
+    if family != "gemma4_e":
         text |= {"use_bidirectional_attention": "vision", "attention_k_eq_v": True}
         text |= {"num_global_key_value_heads": text.get("num_global_key_value_heads", 1)}
         text |= {"hidden_size_per_layer_input": 0}
         vision["standardize"] = True
+        if family == "gemma4_moe":
+            experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+            text = {"moe_intermediate_size": 24, **text, **experts}
     else:
         text |= {"num_hidden_layers": 4, "layer_types": 2 * text["layer_types"], "num_kv_shared_layers": 2}
         text["use_double_wide_mlp"] = True

@@ -5,6 +5,7 @@ from transformers import PreTrainedConfig
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.extensions.architecture import Architecture
+from llava_ds.extensions.lora.expert_layers import experts_per_token
 from llava_ds.extensions.lora.layers import ADAPTER, add_lora, check_lora, lora_layers, lora_layout, own
 from llava_ds.model.llava import LlavaModel
 
@@ -42,4 +43,4 @@ def widths(language_model: nn.Module, text: PreTrainedConfig, args: ModelArgumen
 
 def _times_per_token(layer: nn.Module, text: PreTrainedConfig) -> int:
     """Return how often a layer's LoRA processes a token: for experts, the number of experts per token."""
-    return text.num_experts_per_tok if hasattr(layer, "parameter_name") else 1
+    return experts_per_token(text) if hasattr(layer, "parameter_name") else 1

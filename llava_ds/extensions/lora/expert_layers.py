@@ -13,6 +13,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.integrations.moe import _grouped_linear
 
 from llava_ds.extensions.lora.merged_adapters import by_matrix
@@ -20,6 +21,11 @@ from llava_ds.extensions.lora.merged_adapters import by_matrix
 # peft 0.21 gives this warning for every pattern of such tensors, and still applies it.
 UNTRUE = "The following (rank|alpha)_pattern keys did not match any targeted module"
 ALIGNED = 8  # grouped matrix products on GPUs need ranks that are multiples of this
+
+
+def experts_per_token(config: PreTrainedConfig) -> int:
+    """Return the number of experts that process a token."""
+    return getattr(config, "num_experts_per_tok", None) or config.top_k_experts  # Gemma 4's name
 
 
 def wrap_experts(experts: nn.Module, config: object, adapter: str) -> nn.Module:

@@ -21,6 +21,7 @@ from llava_ds.extensions.architecture import Architecture
 from llava_ds.extensions.base import Adapter, Extension, StatePart, Wrap
 from llava_ds.extensions.lora import layers
 from llava_ds.extensions.lora.adapter_reader import open_adapter
+from llava_ds.extensions.lora.expert_layers import experts_per_token
 from llava_ds.extensions.lora.flags import changes_base
 from llava_ds.extensions.lora.layers import START_FILE, own
 from llava_ds.files.model_files import adapter_file, is_adapter
@@ -60,7 +61,7 @@ class Lora(Wrap):
         found: dict[str, int] = {}
         targets = layers.lora_layout(model, args, architecture, text).targets if own(args).lora_enable else ()
         for target in targets:
-            part, times = target.name.partition(".")[0], text.num_experts_per_tok if target.is_stacked else 1
+            part, times = target.name.partition(".")[0], experts_per_token(text) if target.is_stacked else 1
             *_, rows, columns = model.get_parameter(target.weight).shape
             found[part] = found.get(part, 0) + target.rank * (rows + columns) * times
         return found

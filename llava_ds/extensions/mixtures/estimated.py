@@ -5,7 +5,7 @@ from transformers import PreTrainedConfig
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.extensions.mixtures.expert_parallel import expert_group
-from llava_ds.extensions.mixtures.kinds import is_mixture, is_upcycled
+from llava_ds.extensions.mixtures.kinds import experts_per_token, is_mixture, is_upcycled
 from llava_ds.extensions.mixtures.upcycled import Mixture
 from llava_ds.extensions.mixtures.upcycling import own, upcycled_config
 from llava_ds.model.families.language import mlp_width
@@ -40,4 +40,6 @@ def saving_width(text: PreTrainedConfig, uneven: float) -> int | None:
         return None
     expert = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
     beside = getattr(text, "shared_expert_intermediate_size", None) or 0
-    return text.num_experts_per_tok * (expert + text.hidden_size // 2) + beside
+    if getattr(text, "enable_moe_block", False):  # Gemma 4: experts and a dense MLP in every layer
+        beside = text.intermediate_size
+    return experts_per_token(text) * (expert + text.hidden_size // 2) + beside

@@ -8,16 +8,17 @@ UPCYCLED = "moe"  # MoE-LLaVA's configuration field that describes the experts
 
 
 class ExpertNames(NamedTuple):
-    """Names on disk in a layer of a mixture.
+    """Names on disk in a layer of a mixture, and what its routers return.
 
     matrices: an expert's gate, up and down; None if a layer's experts are also one tensor on disk; renamed: pairs of a
     name part on disk and in memory; may_be_transposed: True if some folders store that tensor as (E, I, O) instead of
-    (E, O, I).
+    (E, O, I); gives_probabilities: True if a router returns probabilities instead of logits.
     """
 
     matrices: tuple[str, str, str] | None
     renamed: tuple[tuple[str, str], ...] = ()
     may_be_transposed: bool = False
+    gives_probabilities: bool = False
 
 
 _PROJECTIONS = ExpertNames(("gate_proj", "up_proj", "down_proj"))
@@ -37,12 +38,24 @@ EXPERTS = {
     ),
     "qwen3_vl_moe_text": ExpertNames(None, may_be_transposed=True),  # the published weights are (E, I, O)
     "qwen3_5_moe_text": ExpertNames(None),
+    "gemma4_text": ExpertNames(None, gives_probabilities=True),
 }
+
+
+def expert_names(config: PreTrainedConfig) -> ExpertNames | None:
+    """Return the names in a mixture of experts that transformers implements; None for other models."""
+    # Gemma 4's field: some of its sizes are dense.
+    return EXPERTS.get(config.model_type) if getattr(config, "enable_moe_block", True) else None
 
 
 def is_mixture(config: PreTrainedConfig) -> bool:
     """True for a mixture of experts that transformers implements."""
-    return config.model_type in EXPERTS
+    return expert_names(config) is not None
+
+
+def experts_per_token(config: PreTrainedConfig) -> int:
+    """Return the number of experts that process a token."""
+    return getattr(config, "num_experts_per_tok", None) or config.top_k_experts
 
 
 def is_upcycled(config: PreTrainedConfig) -> bool:

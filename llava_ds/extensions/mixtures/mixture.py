@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.mixtures.flags import Flags
-from llava_ds.extensions.mixtures.kinds import is_mixture, is_upcycled
+from llava_ds.extensions.mixtures.kinds import expert_names, is_mixture, is_upcycled
 from llava_ds.extensions.mixtures.upcycled import expert_layers
 
 IMPLEMENTATIONS = {
@@ -100,12 +100,12 @@ class Routers(Recorder):
     """Routers of a transformers mixture; records logits (T, E) and chosen experts (T, K)."""
 
     def __init__(self, language_model: nn.Module) -> None:
+        self._gives_probabilities = expert_names(language_model.config).gives_probabilities
         kind = language_model._can_record_outputs["router_logits"].target_class  # returns logits, weights, choices
         super().__init__(module for module in language_model.modules() if isinstance(module, kind))
 
-    @staticmethod
-    def seen_of(output: tuple) -> tuple[torch.Tensor, torch.Tensor]:
-        return output[0], output[2]
+    def seen_of(self, output: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+        return output[0].log() if self._gives_probabilities else output[0], output[2]
 
     @staticmethod
     def balance(seen: list[tuple[torch.Tensor, torch.Tensor]]) -> Balance:

@@ -10,7 +10,7 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.export.tensors import Entry
 from llava_ds.extensions.architecture import TextPart
 from llava_ds.extensions.mixtures.experts import Stacked, TransposedExperts, divided_entries, from_disk, part_of
-from llava_ds.extensions.mixtures.kinds import EXPERTS, is_upcycled
+from llava_ds.extensions.mixtures.kinds import expert_names, experts_per_token, is_upcycled
 from llava_ds.extensions.mixtures.native_mixture import native_config, native_name
 from llava_ds.extensions.mixtures.upcycled import Mixture, expert_of
 from llava_ds.extensions.mixtures.upcycling import BROKEN, add_experts
@@ -26,14 +26,14 @@ class Experts(TextPart):
         return BROKEN if is_upcycled(config) else ("routerless_mlps",)
 
     def from_disk(self, name: str, config: PreTrainedConfig, known: Collection[str] | None = None) -> str | None:
-        if (names := EXPERTS.get(config.model_type)) is not None:
+        if (names := expert_names(config)) is not None:
             name = from_disk(name, names)
             if known is not None and (part := part_of(name, names)) and part[0] in known:
                 return name
         return super().from_disk(name, config, known)
 
     def stacked(self, weights: Weights, config: PreTrainedConfig) -> Weights:
-        names = EXPERTS.get(config.model_type)
+        names = expert_names(config)
         if names is None:
             return weights
         if names.may_be_transposed:
@@ -41,7 +41,7 @@ class Experts(TextPart):
         return Stacked(weights, names) if names.matrices else weights
 
     def on_disk(self, entries: list[Entry], config: PreTrainedConfig) -> list[Entry]:
-        names = EXPERTS.get(config.model_type)
+        names = expert_names(config)
         return entries if names is None else divided_entries(entries, names)
 
     def assembled(self, language_model: nn.Module, config: PreTrainedConfig, args: ModelArguments) -> None:
@@ -58,8 +58,8 @@ class Experts(TextPart):
         if not stacked:
             return dense
         count = getattr(config, "num_local_experts", None) or config.num_experts
-        routers = sum(m.weight.numel() for m in language_model.modules() if type(m).__name__.endswith("Router"))
-        return dense + routers + stacked * config.num_experts_per_tok / count
+        routers = sum(m.weight.numel() for m in others if type(m).__name__.endswith("Router") and hasattr(m, "weight"))
+        return dense + routers + stacked * experts_per_token(config) / count
 
     def in_transformers(self, config: PreTrainedConfig) -> tuple[PreTrainedConfig | None, str]:
         return native_config(config) if is_upcycled(config) else (config, "")

@@ -32,7 +32,7 @@ SIZES = [(40, 70), (70, 40), (64, 64), (200, 90), (97, 131), (300, 300)]
 QUESTION, ANSWER = "<image>\nFind the <ref-object>.", "It is at <bbox>, its middle <bbox>."
 # What each family's models write: a box from 0.25, 0.1 to 0.75, 0.9 of an image, and its middle.
 EXPECTED = {
-    **dict.fromkeys(("gemma4", "gemma4_e"), "[100, 250, 900, 750], its middle [500, 500]"),
+    **dict.fromkeys(("gemma4", "gemma4_e", "gemma4_moe"), "[100, 250, 900, 750], its middle [500, 500]"),
     "qwen2_vl": "<|box_start|>(250,100),(750,900)<|box_end|>, its middle <|box_start|>(500,500)<|box_end|>",
     "internvl": "<box>[[250, 100, 750, 900]]</box>, its middle <box>[[500, 500]]</box>",
     **dict.fromkeys(

@@ -42,6 +42,7 @@ CLOSE, SINGLY_CLOSE = 1e-5, 3e-5  # relative, in float64 and in float32
 IN_SINGLE = (
     "qwen3_vl_moe",
     "qwen3_5_moe",
+    "gemma4_moe",
 )  # experts' kernel has no float64, in which the others are compared: rounding is 1e-5 of some
 # Questions and their images; two answers to each.
 ASKED = [

@@ -213,7 +213,8 @@ def check_answers(runs: Runs) -> None:
     """The exported folder answers as transformers does with the processor's own inputs, and so does the one before."""
     folder = runs.folder / f"zero{runs.stages[-1]}"
     template = (runs.base / "chat_template.jinja").read_text()
-    kept = {"gemma4": "{%- if enable_thinking is not defined %}{%- set enable_thinking = true %}{%- endif %}\n"}
+    prefix = "{%- if enable_thinking is not defined %}{%- set enable_thinking = true %}{%- endif %}\n"
+    kept = dict.fromkeys(ready_models.VARIABLES, prefix)
     assert (folder / "chat_template.jinja").read_text() == kept.get(runs.family, "") + template
     for name in ("preprocessor_config.json", "processor_config.json", "tokenizer.json"):
         assert (folder / name).read_bytes() == (runs.base / name).read_bytes()

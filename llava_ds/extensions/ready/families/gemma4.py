@@ -4,7 +4,8 @@
 
 A tile is a cell of M x M patches; the tower's last step turns it into one feature. Some sizes have additional
 embeddings for every layer of the language model, and share keys and values between layers; in others the tokens of an
-image attend to each other, in layers with a window only. An audio tower is unused.
+image attend to each other, in layers with a window only. One size has experts beside the MLP of every layer. An audio
+tower is unused.
 """
 
 import dataclasses
@@ -36,6 +37,7 @@ from llava_ds.extensions.ready.family import (
 )
 from llava_ds.extensions.ready.ready_tilings import BudgetTiling
 from llava_ds.extensions.ready.ready_videos import VideoRule
+from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.model import attention
 
 MOST_TOKENS, FRAME_TOKENS = 280, 70  # defaults for an image and a frame
@@ -46,8 +48,8 @@ _TOKENS = ("image_token", "boi_token", "eoi_token")
 
 def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: PreTrainedTokenizerBase) -> TileSpec:
     text, vision = config.text_config, config.vision_config
-    if text.enable_moe_block:
-        raise ValueError("its text_config says enable_moe_block: a mixture of experts of Gemma 4 is not supported yet")
+    if text.enable_moe_block and "mixtures" not in EXTENSIONS:
+        raise ValueError("its text_config says enable_moe_block, and llava_ds/extensions/mixtures was not found")
     if text.use_bidirectional_attention == "all":
         raise ValueError("its text_config says use_bidirectional_attention all: all of its tokens see each other")
     expect(images, do_resize=True, do_rescale=True, do_convert_rgb=True)
