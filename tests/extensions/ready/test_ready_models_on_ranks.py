@@ -14,7 +14,10 @@ from known_flags import known
 from launching import ds_config, losses, run_many, run_script, tight_config, toy_run
 from PIL import Image
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForImageTextToText
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from transformers.utils import ModelOutput
 from transformers.video_utils import VideoMetadata
 
 from llava_ds.data.sample import FileRef, Media, Message
@@ -162,7 +165,9 @@ def plain_loop(runs: Runs, coefficient: float = 0.0) -> tuple[list[float], list[
         for inputs, labels in chosen:
             found = model(**inputs, use_cache=False, **options)
             loss = F.cross_entropy(found.logits[0, :-1], labels[1:], reduction="sum") / total
-            aux = (found.aux_loss if coefficient else torch.zeros(())) * (labels[1:] != -100).sum() / total
+            aux = (
+                (balancing_loss(model, found) if coefficient else torch.zeros(())) * (labels[1:] != -100).sum() / total
+            )
             (loss + coefficient * aux).backward()
             losses_of_step.append(loss.item())
             of_routers.append(aux.item())
@@ -171,6 +176,15 @@ def plain_loop(runs: Runs, coefficient: float = 0.0) -> tuple[list[float], list[
         curve.append(sum(losses_of_step))
         routers.append(sum(of_routers))
     return curve, routers
+
+
+def balancing_loss(model: nn.Module, found: ModelOutput) -> torch.Tensor:
+    """The routers' loss of transformers' outer class; Gemma 4's has none, and its routers return probabilities."""
+    if hasattr(found, "aux_loss"):
+        return found.aux_loss
+    text = model.config.text_config
+    logits = tuple(probabilities.log() for probabilities in found.router_logits)
+    return load_balancing_loss_func(logits, text.num_experts, text.top_k_experts)
 
 
 def check_curve(runs: Runs) -> None:
