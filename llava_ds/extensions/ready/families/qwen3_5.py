@@ -68,7 +68,6 @@ class Qwen35MoeForCausalLM(qwen_vl.CausalTrunk):
     """Qwen3.5-MoE's language model with its output layer."""
 
     config_class, trunk = Qwen3_5MoeTextConfig, PackedMixture
-    _can_record_outputs = Qwen3_5MoeTextModel._can_record_outputs
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:

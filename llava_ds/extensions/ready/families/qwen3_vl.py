@@ -59,7 +59,6 @@ class Qwen3VLMoeForCausalLM(qwen_vl.CausalTrunk):
     """Qwen3-VL-MoE's language model with its output layer."""
 
     config_class, trunk = Qwen3VLMoeTextConfig, DeepMixture
-    _can_record_outputs = Qwen3VLMoeTextModel._can_record_outputs
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
