@@ -201,7 +201,7 @@ def marked_gemma4(template: str) -> str:
 
 
 # Variables with which a family's prompt is a prefix of the text with the answer.
-VARIABLES = dict.fromkeys(("gemma4", "gemma4_moe"), {"enable_thinking": True})
+VARIABLES = {family: {"enable_thinking": True} for family in ("gemma4", "gemma4_moe")}
 TEMPLATES = {
     "idefics3": SMOLVLM_TEMPLATE, "smolvlm": SMOLVLM_TEMPLATE, "internvl": INTERNVL_TEMPLATE,
     "gemma3": GEMMA_TEMPLATE, "gemma4": GEMMA4_TEMPLATE, "gemma4_e": GEMMA4_SMALL_TEMPLATE,

@@ -101,8 +101,8 @@ class Routers(Recorder):
 
     def __init__(self, language_model: nn.Module) -> None:
         self._gives_probabilities = expert_names(language_model.config).gives_probabilities
-        kind = language_model.base_model._can_record_outputs["router_logits"].target_class  # returns logits, weights, choices
-        super().__init__(module for module in language_model.modules() if isinstance(module, kind))
+        recorded = language_model.base_model._can_record_outputs["router_logits"]  # logits, weights, choices
+        super().__init__(module for module in language_model.modules() if isinstance(module, recorded.target_class))
 
     def seen_of(self, output: tuple) -> tuple[torch.Tensor, torch.Tensor]:
         return output[0].log() if self._gives_probabilities else output[0], output[2]
