@@ -97,20 +97,21 @@ class Recorder:
 
 
 class Routers(Recorder):
-    """Routers of a transformers mixture; records logits (T, E) and chosen experts (T, K)."""
+    """Routers of a transformers mixture; records logits or probabilities (T, E) and chosen experts (T, K)."""
 
     def __init__(self, language_model: nn.Module) -> None:
         self._gives_probabilities = expert_names(language_model.config).gives_probabilities
         recorded = language_model.base_model._can_record_outputs["router_logits"]  # logits, weights, choices
         super().__init__(module for module in language_model.modules() if isinstance(module, recorded.target_class))
 
-    def seen_of(self, output: tuple) -> tuple[torch.Tensor, torch.Tensor]:
-        return output[0].log() if self._gives_probabilities else output[0], output[2]
-
     @staticmethod
-    def balance(seen: list[tuple[torch.Tensor, torch.Tensor]]) -> Balance:
+    def seen_of(output: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+        return output[0], output[2]
+
+    def balance(self, seen: list[tuple[torch.Tensor, torch.Tensor]]) -> Balance:
         """Compute the balance of the recorded outputs."""
-        return balance_of(seen)
+        # Not while they are recorded: a layer's recomputation must save as many tensors as its forward.
+        return balance_of([(found.log(), chosen) for found, chosen in seen] if self._gives_probabilities else seen)
 
 
 class Gates(Recorder):
