@@ -8,9 +8,8 @@ from pathlib import Path
 from llava_ds.config.arguments import Arguments
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.files.jsonl import run_folder
 from llava_ds.files.reading import FileState, move_aside, read_json, state_of, why_not_regular
-from llava_ds.files.writing import sha256, write_whole
+from llava_ds.files.writing import run_folder, sha256, write_whole
 from llava_ds.model.open.model_plan import own_sources
 from llava_ds.model.open.names import value_head_file
 from llava_ds.model.open.weights import weight_files

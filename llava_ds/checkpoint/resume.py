@@ -14,8 +14,7 @@ from llava_ds.checkpoint.run_identity import RunIdentity, saved_identity
 from llava_ds.config.arguments import Arguments, every_flag, flags_free_on_resume
 from llava_ds.constants import ConfigError, did_you_mean
 from llava_ds.extensions.table import EXTENSIONS
-from llava_ds.files.jsonl import RUN_FOLDER
-from llava_ds.files.writing import Entry
+from llava_ds.files.writing import RUN_FOLDER, Entry
 from llava_ds.runtime.ranks import Ranks, barrier, broadcast_from_first
 
 ONE_RANK = Ranks(0, 0, 1, torch.device("cpu"))

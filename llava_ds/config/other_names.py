@@ -1,6 +1,8 @@
-"""Hints at unknown flags: names of qwen-vl-finetune, ms-swift, TRL, LLaMA-Factory and DeepSpeed-Chat, and our own."""
+"""Hints at unknown flags (names of qwen-vl-finetune, ms-swift, TRL, LLaMA-Factory and DeepSpeed-Chat, and our own), and
+at models that are not on this machine."""
 
 import argparse
+import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from llava_ds.config.bounds import takes
@@ -147,3 +149,10 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def hub_hint(*paths: str) -> str:
+    """End of a message about missing model folders: the commands that download those that may be names on the hub."""
+    names = [path for path in paths if re.fullmatch(r"[\w-]+/[\w.-]+", path)]
+    loads = " && ".join(f"hf download {name} --local-dir models/{name.split('/')[1]}" for name in names)
+    return f"; if it is a name on the hub, download it ({loads}) and give that folder" if names else ""

@@ -26,7 +26,6 @@ from llava_ds.files.urls import is_remote, local_path
 from llava_ds.files.writing import can_be_made, path_problem, utf8_problem
 
 CHOOSE_DS_CONFIG = "auto"  # value of --deepspeed_config; for a file of that name, write ./auto
-_HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 
 # Flags that control how the records of --data_path are read.
 OF_RECORDS = (
@@ -128,11 +127,12 @@ def missing_path(name: str, value: str, kind: str, remote: bool = False) -> str 
         if is_remote(value):
             return None
         value = local_path(value)
-    if name == "vision_tower" and len(folders := tower_folders(value)) > 1:
-        missing = [folder for folder in folders if not os.path.isdir(folder)]
-        return f": {' and '.join(missing)}: no such folder{hub_hint(*missing)}" if missing else None
-    if kind in ("folder", "model") and not os.path.isdir(value):
-        return f": no such folder{hub_hint(value) if kind == 'model' else ''}"
+    folders = tower_folders(value) if name == "vision_tower" else (value,)
+    if kind in ("folder", "model") and (missing := [folder for folder in folders if not os.path.isdir(folder)]):
+        from llava_ds.config.other_names import hub_hint
+
+        which = f": {' and '.join(missing)}" if len(folders) > 1 else ""
+        return f"{which}: no such folder{hub_hint(*missing) if kind == 'model' else ''}"
     if kind == "pattern" and not os.path.exists(value):
         is_pattern = any(mark in value for mark in "*?[{")
         return None if is_pattern else ": no such file or folder"
@@ -142,13 +142,6 @@ def missing_path(name: str, value: str, kind: str, remote: bool = False) -> str 
     if kind == "output" and not can_be_made(value):
         return " can't be written to: name another folder"
     return None
-
-
-def hub_hint(*paths: str) -> str:
-    """End of a message about missing model folders: the commands that download those that may be names on the hub."""
-    names = [path for path in paths if _HUB_NAME.fullmatch(path)]
-    loads = " && ".join(f"hf download {name} --local-dir models/{name.split('/')[1]}" for name in names)
-    return f"; if it is a name on the hub, download it ({loads}) and give that folder" if names else ""
 
 
 def urls(args: Arguments) -> Iterator[str]:

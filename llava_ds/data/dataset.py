@@ -53,8 +53,8 @@ from llava_ds.data.seen_files import changed_files, changes_since
 from llava_ds.data.templates import resolve_template
 from llava_ds.data.token_runs import from_columns, weights_from_column
 from llava_ds.extensions.active import converters, plugins, record_fields
-from llava_ds.files.jsonl import run_folder
 from llava_ds.files.urls import real_path
+from llava_ds.files.writing import run_folder
 from llava_ds.layouts import MediaLayout
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, local_ranks, on_every_rank, print_first, printable
 from llava_ds.tokenizer import rows_noted

@@ -13,15 +13,6 @@ from llava_ds.files.writing import write_whole
 _JSON = json.JSONEncoder(separators=(",", ":"))
 
 
-RUN_FOLDER = "run"  # in --output_dir
-
-
-def run_folder(output_dir: Path) -> Path:
-    """Return the folder of a run's own files, such as metrics.jsonl: output_dir itself for runs of earlier versions."""
-    is_earlier = any((output_dir / name).exists() for name in ("run.json", "metrics.jsonl"))
-    return output_dir if is_earlier else output_dir / RUN_FOLDER
-
-
 class RowLog:
     """Appends rows to a JSONL file.
 

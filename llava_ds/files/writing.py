@@ -16,6 +16,7 @@ from llava_ds.files.reading import open_regular, sha256
 if TYPE_CHECKING:
     import torch
 
+RUN_FOLDER = "run"  # in --output_dir
 Entry = dict[str, object]  # "bytes" and "sha256" of one file
 
 NAME_MAX = 255  # maximum length of a file's name in bytes on Linux file systems
@@ -30,6 +31,12 @@ REMEDIES = {
     errno.ENOENT: "the folder has vanished: check that it is mounted and that nothing removes it",
     errno.EIO: "the disk reports errors: check the system's log",
 }
+
+
+def run_folder(output_dir: Path) -> Path:
+    """Return the folder of a run's own files, such as metrics.jsonl: output_dir itself for runs of earlier versions."""
+    is_earlier = any((output_dir / name).exists() for name in ("run.json", "metrics.jsonl"))
+    return output_dir if is_earlier else output_dir / RUN_FOLDER
 
 
 def write_whole(path: Path, content: str | Callable[[Path], object], shared: bool = False) -> None:

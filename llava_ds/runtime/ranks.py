@@ -1,6 +1,7 @@
 """The ranks of a run, and their collectives on values, errors and files."""
 
 import contextlib
+import io
 import json
 import os
 import secrets
@@ -226,18 +227,14 @@ def quiet_libraries(verbose: bool = False) -> None:
     transformers.logging.disable_progress_bar()
 
 
-class _LogFile:
+class _LogFile(io.TextIOBase):
     """Stderr without a terminal, for a bar: its states are lines, and none is cleared for other output."""
 
-    encoding, _last = "utf-8", ""
+    encoding = "utf-8"
 
     def write(self, text: str) -> None:
-        if (line := text.strip()) and line != self._last:
-            self._last = line
-            print(line, file=sys.stderr, flush=True)
-
-    def flush(self) -> None:
-        """Do nothing: write flushes."""
+        if text.strip():
+            print(text.strip(), file=sys.stderr, flush=True)
 
 
 def progress_bar(**options) -> tqdm:

@@ -9,8 +9,9 @@ from typing_extensions import NotRequired, TypedDict
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.extensions.table import EXTENSIONS
-from llava_ds.files.jsonl import RUN_FOLDER, replace_rows
+from llava_ds.files.jsonl import replace_rows
 from llava_ds.files.reading import move_aside, read_rows, why_not_regular
+from llava_ds.files.writing import RUN_FOLDER
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 
 

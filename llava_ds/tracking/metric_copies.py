@@ -5,8 +5,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from llava_ds.files.jsonl import append, read_metrics, run_folder
-from llava_ds.files.writing import write_whole
+from llava_ds.files.jsonl import append, read_metrics
+from llava_ds.files.writing import run_folder, write_whole
 
 TRAINER_STATE = "trainer_state.json"
 

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from llava_ds.constants import DataError
-from llava_ds.files.jsonl import run_folder
 from llava_ds.files.reading import read_json, read_rows
+from llava_ds.files.writing import run_folder
 from llava_ds.tracking.blocks import note
 from llava_ds.tracking.series import is_number, running_mean
 

@@ -21,9 +21,8 @@ from llava_ds.constants import DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.extensions.active import flags_class, owners, plugins, requested
-from llava_ds.files.jsonl import run_folder
 from llava_ds.files.reading import mismatch, read_json
-from llava_ds.files.writing import write_whole
+from llava_ds.files.writing import run_folder, write_whole
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.redact import redact
 

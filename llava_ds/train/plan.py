@@ -32,7 +32,7 @@ from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
 from llava_ds.engine.ds_config.scheduler import describe_schedule
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.extensions.active import Active, active, choice
-from llava_ds.files.jsonl import run_folder
+from llava_ds.files.writing import run_folder
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import length_note
 from llava_ds.model.open.model_plan import ModelPlan, plan_model

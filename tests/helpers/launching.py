@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-from llava_ds.files.jsonl import run_folder
+from llava_ds.files.writing import run_folder
 from llava_ds.runtime.launchers import free_port
 
 ROOT = Path(__file__).parents[2]

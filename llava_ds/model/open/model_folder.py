@@ -9,7 +9,6 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from llava_ds.config.arguments import Arguments
-from llava_ds.config.rules import hub_hint
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.active import text_part
 from llava_ds.extensions.architecture import Architecture
@@ -68,6 +67,8 @@ def language_model_source(path: str, config: PreTrainedConfig, rename: Callable[
 def read_model_config(path: str) -> dict:
     file = Path(path) / "config.json"
     if not is_there(file):
+        from llava_ds.config.other_names import hub_hint
+
         expected = f"expected the folder of a language model or of a LLaVA{hub_hint(path)}"
         hint = STAGE_1_HINT if has_only_projector(path) else expected
         raise ConfigError(f"{FLAG} {path} has no config.json: {hint}")

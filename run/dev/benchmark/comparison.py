@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from llava_ds.constants import ConfigError
-from llava_ds.files.jsonl import read_metrics, run_folder
+from llava_ds.files.jsonl import read_metrics
+from llava_ds.files.writing import run_folder
 
 OURS = "llava_ds"
 PADDED = "Trainer, padded"

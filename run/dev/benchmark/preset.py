@@ -9,7 +9,8 @@ from benchmark.table import Row, Spread
 from benchmark.training import TRAIN, Case, estimated_bytes, launch, work_of_steps, write_case
 from benchmark.workload import Shape
 
-from llava_ds.files.jsonl import read_metrics, run_folder
+from llava_ds.files.jsonl import read_metrics
+from llava_ds.files.writing import run_folder
 from llava_ds.runtime.gpus import gpu_named
 
 WARM_UP = 2  # steps; the last step is profiled and also not timed
