@@ -5,9 +5,9 @@ import math
 from pathlib import Path
 
 from llava_ds.checkpoint.run_identity import RunIdentity
-from llava_ds.config.arguments import declared_in, every_flag, flag_default
+from llava_ds.config.arguments import declared_in, every_flag, flag_default, flags_free_on_resume
 from llava_ds.config.flags import Flag
-from llava_ds.constants import ConfigError
+from llava_ds.constants import ConfigError, did_you_mean
 from llava_ds.engine.ds_config.optimizer import BITSANDBYTES, SHARDED, optimizer_name
 from llava_ds.engine.shards.pieces import has_layout
 
@@ -182,3 +182,22 @@ def batch_size_hint(total: int, world_size: int) -> str:
         f"--gradient_accumulation_steps = {' or '.join(ways[:6])}; or give --train_batch_size {total} instead of "
         "--gradient_accumulation_steps"
     )
+
+
+def permitted_changes(allowed: str, run: RunIdentity) -> set[str]:
+    """Parse --allow_changed_flags. Raises ConfigError for a name that is not compared.
+
+    Flags of any extension are accepted, because an earlier start may have used it.
+    """
+    flags = every_flag()
+    free = flags_free_on_resume(flags)
+    known = {*run.flags, *run.deepspeed, "data", "world_size", *(name for name in flags if name not in free)}
+    names = {name.strip().removeprefix("--") for name in allowed.split(",")}
+    if names == {"all"}:
+        return set(known)
+    for name in sorted(names - set(known)):
+        hint = did_you_mean(name, known, "give flag names separated by commas, or all")
+        if name in free:
+            hint = "its value does not change the result, leave it out"
+        raise ConfigError(f"--allow_changed_flags {name} is not compared on a resume: {hint}")
+    return names

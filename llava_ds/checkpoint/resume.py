@@ -11,8 +11,8 @@ import torch
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.base_weights import Hashes
 from llava_ds.checkpoint.run_identity import RunIdentity, saved_identity
-from llava_ds.config.arguments import Arguments, every_flag, flags_free_on_resume
-from llava_ds.constants import ConfigError, did_you_mean
+from llava_ds.config.arguments import Arguments
+from llava_ds.constants import ConfigError
 from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.files.writing import RUN_FOLDER, Entry
 from llava_ds.runtime.ranks import Ranks, barrier, broadcast_from_first
@@ -85,8 +85,11 @@ def find_resume_point(
     Rank 0 compares settings before any file is hashed; then every rank hashes its share. allowed:
     --allow_changed_flags; about_data: returns a clause on how the data differ from a run folder's.
     """
-    known = [*identity.flags, *(key for key in identity.deepspeed if key not in identity.flags), "data", "world_size"]
-    may_change = _permitted(allowed, known)
+    may_change = set()
+    if allowed is not None:
+        from llava_ds.checkpoint.comparison import permitted_changes
+
+        may_change = permitted_changes(allowed, identity)
     if resume == "never":
         return ResumePoint(), []
     compare = functools.cache(functools.partial(_compare, identity, may_change, about_data))
@@ -222,24 +225,3 @@ def set_aside(output_dir: Path, point: ResumePoint, ranks: Ranks) -> None:
                 path.rename(moved)
             print(f"files of an earlier run are now in {target}: {', '.join(path.name for path in ahead)}", flush=True)
     barrier(ranks)
-
-
-def _permitted(allowed: str | None, known: Collection[str]) -> set[str]:
-    """Parse --allow_changed_flags. Raises ConfigError for an unknown name.
-
-    known: names compared for this run. Flags of any extension are accepted, because an earlier start may have used it.
-    """
-    if allowed is None:
-        return set()
-    flags = every_flag()
-    free = flags_free_on_resume(flags)
-    known = {*known, *(name for name in flags if name not in free)}
-    names = {name.strip().removeprefix("--") for name in allowed.split(",")}
-    if names == {"all"}:
-        return set(known)
-    for name in sorted(names - set(known)):
-        hint = did_you_mean(name, known, "give flag names separated by commas, or all")
-        if name in free:
-            hint = "its value does not change the result, leave it out"
-        raise ConfigError(f"--allow_changed_flags {name} is not compared on a resume: {hint}")
-    return names

@@ -1,6 +1,7 @@
 """A finished model restored from a checkpoint, without the processes that trained it."""
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.checkpoint.checkpoint_files import SavedWeight, trained_weights
 from llava_ds.checkpoint.run_identity import SETTINGS, folder_digest
 from llava_ds.checkpoint.trainer_file import checkpoint_problem, read_trainer
-from llava_ds.config.arguments import Arguments, adapted_parts, trained_parts
+from llava_ds.config.arguments import Arguments, adapted_parts, declared_by, trained_parts
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.engine.shards.checkpoint_writer import ENGINE
@@ -22,7 +23,7 @@ from llava_ds.extensions.active import active
 from llava_ds.files.writing import sha256
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.model_plan import part_weights, plan_model
-from llava_ds.tracking.run_record import located, read_run_record
+from llava_ds.tracking.run_record import read_run_record
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None, 
             raise DataError(f"{each} can't be used: {problem}")
     run_dir = checkpoint.resolve().parent
     run, record = read_run_record(run_dir)
-    run = located(run, record, run_dir).replaced(**moved)
+    run = _located(run, record, run_dir).replaced(**moved)
     weights, trained_in = trained_weights(checkpoint / ENGINE)
     if average > 1 and adapted_parts(run.model):
         raise ConfigError(
@@ -164,3 +165,33 @@ def _check_bases(run: Arguments, saved: dict[str, object]) -> None:
         )
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _located(args: Arguments, record: dict, run_dir: Path) -> Arguments:
+    """Return the flags with the current path of each base model and projector, as far as found.
+
+    Relative paths start at the run's working folder. If that folder, or the neighbours of --output_dir, were moved
+    together with the run, they are found relative to run_dir, the current folder of run.json.
+    """
+    started = Path(record.get("folder") or ".")
+    then, now = Path(os.path.normpath(started / (args.training.output_dir or "."))), run_dir.resolve()
+    sections = [args.model, *args.model.own.values()]
+    names = [name for section in sections for name, flag in declared_by(section).items() if flag.path]
+    values = {name: args.as_dict()[name] for name in names}
+    found = {name: str(_current_path(value, started, then, now)) for name, value in values.items() if value is not None}
+    if len(towers := (values["vision_tower"] or "").split(",")) > 1 and not Path(found["vision_tower"]).is_dir():
+        found["vision_tower"] = ",".join(str(_current_path(each, started, then, now)) for each in towers)
+    return args.replaced(**found)
+
+
+def _current_path(value: str, started: Path, then: Path, now: Path) -> Path:
+    """Resolve a path of a run. started: its working folder; then, now: its own folder before and after moving."""
+    path = Path(os.path.normpath(started / value))
+    candidates = [path]
+    for old, new in zip((then, *then.parents), (now, *now.parents)):
+        if path.is_relative_to(old) and len(old.parts) > 1:
+            candidates.append(new / path.relative_to(old))
+        if old.name != new.name and old != then:
+            break  # parent folders further up were not moved
+    candidates.append(Path(value))
+    return next((each for each in candidates if each.exists()), path)

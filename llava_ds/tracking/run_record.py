@@ -168,36 +168,6 @@ def arguments_of(values: Mapping[str, object], given: Iterable[str]) -> tuple[Ar
     return Arguments(model, data, training, frozenset(given), own), unknown
 
 
-def located(args: Arguments, record: dict, run_dir: Path) -> Arguments:
-    """Return the flags with the current path of each base model and projector, as far as found.
-
-    Relative paths start at the run's working folder. If that folder, or the neighbours of --output_dir, were moved
-    together with the run, they are found relative to run_dir, the current folder of run.json.
-    """
-    started = Path(record.get("folder") or ".")
-    then, now = Path(os.path.normpath(started / (args.training.output_dir or "."))), run_dir.resolve()
-    sections = [args.model, *args.model.own.values()]
-    names = [name for section in sections for name, flag in declared_by(section).items() if flag.path]
-    values = {name: args.as_dict()[name] for name in names}
-    found = {name: str(_current_path(value, started, then, now)) for name, value in values.items() if value is not None}
-    if len(towers := (values["vision_tower"] or "").split(",")) > 1 and not Path(found["vision_tower"]).is_dir():
-        found["vision_tower"] = ",".join(str(_current_path(each, started, then, now)) for each in towers)
-    return args.replaced(**found)
-
-
-def _current_path(value: str, started: Path, then: Path, now: Path) -> Path:
-    """Resolve a path of a run. started: its working folder; then, now: its own folder before and after moving."""
-    path = Path(os.path.normpath(started / value))
-    candidates = [path]
-    for old, new in zip((then, *then.parents), (now, *now.parents)):
-        if path.is_relative_to(old) and len(old.parts) > 1:
-            candidates.append(new / path.relative_to(old))
-        if old.name != new.name and old != then:
-            break  # parent folders further up were not moved
-    candidates.append(Path(value))
-    return next((each for each in candidates if each.exists()), path)
-
-
 def _git_revision() -> str | None:
     """Return the source's commit, with "+" if files differ from it; None outside a checkout or without git."""
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
