@@ -13,7 +13,7 @@ from extension_there import if_there
 from launching import ds_config, losses, run_many, toy_run
 from safetensors.torch import load_file
 
-from llava_ds.files.jsonl import run_folder
+from llava_ds.files.writing import run_folder
 
 STEPS, BATCH, RATE, TOLERANCE = 5, 8, 0.1, 1e-6
 LONG = 3000  # tokens of one sample, at least

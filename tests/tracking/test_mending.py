@@ -6,7 +6,8 @@ import os
 import pytest
 import torch
 
-from llava_ds.files.jsonl import RUN_FOLDER, MetricsLog, read_metrics, run_folder
+from llava_ds.files.jsonl import MetricsLog, read_metrics
+from llava_ds.files.writing import RUN_FOLDER, run_folder
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tracking.mending import mend_side_files
 

@@ -37,7 +37,8 @@ from llava_ds.checkpoint.run_identity import RunIdentity, saved_identity
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.export.from_checkpoint import restore
 from llava_ds.extensions.infer.formats import open_model
-from llava_ds.files.jsonl import MetricsLog, run_folder
+from llava_ds.files.jsonl import MetricsLog
+from llava_ds.files.writing import run_folder
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tracking.mending import mend_side_files
 from llava_ds.tracking.page import write_report
