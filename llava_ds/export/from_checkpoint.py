@@ -58,7 +58,7 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None, 
             raise DataError(f"{each} can't be used: {problem}")
     run_dir = checkpoint.resolve().parent
     run, record = read_run_record(run_dir)
-    run = _located(run, record, run_dir).replaced(**moved)
+    run = located(run, record, run_dir).replaced(**moved)
     weights, trained_in = trained_weights(checkpoint / ENGINE)
     if average > 1 and adapted_parts(run.model):
         raise ConfigError(
@@ -167,7 +167,7 @@ def _check_bases(run: Arguments, saved: dict[str, object]) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _located(args: Arguments, record: dict, run_dir: Path) -> Arguments:
+def located(args: Arguments, record: dict, run_dir: Path) -> Arguments:
     """Return the flags with the current path of each base model and projector, as far as found.
 
     Relative paths start at the run's working folder. If that folder, or the neighbours of --output_dir, were moved

@@ -19,13 +19,13 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.engine.construct import build_model
 from llava_ds.export.export_plan import export_format
+from llava_ds.export.from_checkpoint import located
 from llava_ds.extensions.infer.load import load_model
 from llava_ds.geometry import media_layout
 from llava_ds.model.heads import Logits
 from llava_ds.model.open.hf import embed_batch
 from llava_ds.model.open.model_plan import plan_model
 from llava_ds.model.open.tower import read_tower
-from llava_ds.tracking.run_record import located
 
 
 @pytest.fixture(scope="module")

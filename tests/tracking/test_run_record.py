@@ -9,7 +9,8 @@ import pytest
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import DataError
-from llava_ds.tracking.run_record import located, read_run_record
+from llava_ds.export.from_checkpoint import located
+from llava_ds.tracking.run_record import read_run_record
 
 FLAGS = Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset())
 
