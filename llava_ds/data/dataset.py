@@ -197,7 +197,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         weights = weights_from_column(row.column("weights")[0].as_py(), labels)
         weights = None if weights is None else torch.from_numpy(weights)
         try:
-            own = _own_tensors(row)
+            own = _own_tensors(row) | ({} if self.added is None else self.added(index))
         except DataError as error:
             return broken(row, str(error))
         sample = LoadedSample(ids, labels, loaded, row.column("source")[0].as_py(), weights=weights, own=own)
@@ -225,6 +225,8 @@ class EncodedDataset(torch.utils.data.Dataset):
 
     # How samples are shuffled, and how many shards are shuffled together.
     drawn: tuple[str, int] = ("random", 1)
+    # Returns a sample's further tensors, by its index and by their names in Batch.extra. May raise DataError.
+    added: Callable[[int], dict[str, torch.Tensor]] | None = None
     shares_prompts = False  # True: the tokens that both answers of a pair follow are in a pack once
 
     @property
@@ -312,6 +314,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         order."""
         part = copy.copy(self)
         part.of_answers = dict(self.of_answers)  # a reference pass over one part leaves the other parts' rows empty
+        part.added = None
         part.index = self.index.part(name, draw, self.table)
         part.fingerprint = digest_of([self.fingerprint, part.index.facts["drawn"]])
         return part

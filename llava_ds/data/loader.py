@@ -147,7 +147,7 @@ def micro_batches(
     if mesh.shared > 1:
         loader = _shared(dataset, batches, mesh, options)
     else:
-        collate_fn = partial(_micro_batch, options=dataset.image_options)
+        collate_fn = partial(micro_batch_of, options=dataset.image_options)
         loader = torch.utils.data.DataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn, **options)
     for micro in loader:
         yield dataclasses.replace(micro, batch=micro.batch.to(device))
@@ -194,7 +194,8 @@ def _agreed(cut: "CutMicroBatch", mesh: Mesh) -> MicroBatch:
     )
 
 
-def _micro_batch(items: list[LoadedSample | LoadedPair | BrokenSample], options: ImageOptions) -> MicroBatch:
+def micro_batch_of(items: list[LoadedSample | LoadedPair | BrokenSample], options: ImageOptions) -> MicroBatch:
+    """Collate loaded samples into a micro-batch; broken ones are only reported."""
     places = tuple(i for i, item in enumerate(items) if not isinstance(item, BrokenSample))
     return MicroBatch(
         batch=collate([sample for i in places for sample in items[i].samples], options),

@@ -119,14 +119,21 @@ class Drawing(NamedTuple):
     """
 
     prompts: int
-    answers: int
-    new_tokens: int
     max_length: int
+    new_tokens: int
     at_once: int
-    shares: bool
-    frozen_models: int
-    updates: int
-    by_server: bool
+    answers: int = 1
+    shares: bool = False
+    frozen_models: int = 0
+    updates: int = 1
+    by_server: bool = False
+
+    @classmethod
+    def of(cls, args: "Arguments", new_tokens: int, at_once: int, **more: object) -> "Drawing":
+        """Fill in what the core's flags say. more: the fields with defaults."""
+        training = args.training
+        prompts = training.per_device_train_batch_size * training.gradient_accumulation_steps
+        return cls(prompts, args.data.model_max_length, new_tokens, min(prompts, at_once), **more)
 
 
 class Number(NamedTuple):

@@ -51,7 +51,7 @@ class SummedLoss:
         loss, row_losses = output_layer(hidden, targets=batch.targets, softcap=softcap, row_weights=weights)
         if self.num_sources is None:
             return loss
-        return loss, _by_source(row_losses, batch.sources.index_select(0, batch.target_samples), self.num_sources)
+        return loss, sum_by_source(row_losses, batch.sources.index_select(0, batch.target_samples), self.num_sources)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _softcap(language_model: nn.Module) -> float | None:
     return getattr(language_model.config, "final_logit_softcapping", None)
 
 
-def _by_source(row_losses: torch.Tensor, sources: torch.Tensor, num_sources: int) -> torch.Tensor:
+def sum_by_source(row_losses: torch.Tensor, sources: torch.Tensor, num_sources: int) -> torch.Tensor:
     """Sum losses (S,) by source, and count them: (2, num_sources) float64. The order of summation is fixed."""
     is_from = sources == torch.arange(num_sources, device=sources.device)[:, None]  # (num_sources, S)
     return torch.stack([torch.where(is_from, row_losses, 0.0).sum(1), is_from.sum(1).double()])

@@ -107,7 +107,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), rows):
             h = hidden[start : start + rows]
             own = None if factors is None else factors[start : start + rows]
-            d_logits, losses = _softmax_minus_target(h @ weight.T, targets[start : start + rows], softcap, own)
+            d_logits, losses = softmax_minus_target(h @ weight.T, targets[start : start + rows], softcap, own)
             row_losses[start : start + rows] = losses
             gradients.add(start, h, d_logits)
             del d_logits  # free it before the next chunk's logits
@@ -140,7 +140,7 @@ class _LinearLogProbs(torch.autograd.Function):
         log_probs = torch.empty(len(hidden), dtype=torch.float64, device=hidden.device)
         for start in range(0, len(hidden), rows):
             logits = hidden[start : start + rows] @ used.T
-            log_probs[start : start + rows] = -_softmax_minus_target(logits, targets[start : start + rows], softcap)[1]
+            log_probs[start : start + rows] = -softmax_minus_target(logits, targets[start : start + rows], softcap)[1]
         return log_probs
 
     @staticmethod
@@ -154,7 +154,7 @@ class _LinearLogProbs(torch.autograd.Function):
         factors = (-upstream / largest)[:, None].to(hidden.dtype)
         for start in range(0, len(hidden), rows):
             h = hidden[start : start + rows]
-            d_logits, _ = _softmax_minus_target(h @ used.T, targets[start : start + rows], ctx.softcap)
+            d_logits, _ = softmax_minus_target(h @ used.T, targets[start : start + rows], ctx.softcap)
             gradients.add(start, h, d_logits.mul_(factors[start : start + rows]))
             del d_logits
         scale = largest / FLOAT16_SCALE if gradients.in_float16 else largest
@@ -222,7 +222,7 @@ def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.float() @ b.float()  # torch takes out_dtype on CUDA only
 
 
-def _softmax_minus_target(
+def softmax_minus_target(
     logits: torch.Tensor, targets: torch.Tensor, softcap: float | None, factors: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cross-entropy's gradient, (rows, V) in the logits' precision, and its values, (rows,) float64.

@@ -1,6 +1,6 @@
 """A second model that does not train, from a folder: a reference model, a teacher, or one that scores answers.
 
-Every rank holds the whole model, without DeepSpeed, so a rank may run it alone; or ZeRO-3 shards it (open_sharded).
+Every rank holds the whole model, without DeepSpeed, so a rank may run it alone; or ZeRO-3 shards it (open_together).
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.templates import resolve_template
 from llava_ds.engine.construct import build_model
+from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.heads import LogProbs, sum_by_sample
 from llava_ds.model.llava import LlavaModel
@@ -29,6 +30,7 @@ from llava_ds.model.open.model_folder import FLAG
 from llava_ds.model.open.model_plan import ModelPlan, plan_model
 from llava_ds.model.open.names import VALUE_HEAD_FILE, value_head_file
 from llava_ds.model.open.value_head import Values, answer_ends
+from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.waiting import waiting
 
@@ -83,15 +85,21 @@ def plan_alone(flag: str, path: str, max_length: int, value_head: bool = False, 
 
 
 def plan_frozen(
-    flag: str, path: str, model: ModelPlan, images: ImageOptions, max_length: int, value_head: bool = False
+    flag: str,
+    path: str,
+    model: ModelPlan,
+    images: ImageOptions,
+    max_length: int,
+    value_head: bool = False,
+    same_tokens: bool = False,
 ) -> FrozenPlan:
     """Plan a model that reads another model's batches, from its folder; builds nothing.
 
-    model, images, max_length: the other model's; the rest as for plan_alone. Raises ConfigError and DataError if it has
-    no value head, another vocabulary or other image options.
+    model, images, max_length: the other model's; same_tokens: it may know no further tokens; the rest as for
+    plan_alone. Raises ConfigError and DataError if it has no value head, another vocabulary or other image options.
     """
     plan = plan_alone(flag, path, max_length, value_head)
-    problems = [*_vocabulary_problems(plan.model, model), *_image_problems(plan.images, images)]
+    problems = [*_vocabulary_problems(plan.model, model, same_tokens), *_image_problems(plan.images, images)]
     if problems:
         raise ConfigError(
             f"{flag} {path} can't read the batches of this run's model: {'; '.join(problems)}: give a model that was "
@@ -106,18 +114,27 @@ def open_frozen(plan: FrozenPlan, dtype: torch.dtype, ranks: Ranks) -> LlavaMode
     return model.requires_grad_(False).eval()
 
 
-def open_sharded(plan: FrozenPlan, dtype: torch.dtype, ranks: Ranks, config: dict) -> deepspeed.DeepSpeedEngine:
-    """Build the model sharded over all ranks by ZeRO-3, without gradients: they run it together. Collective.
+def open_together(
+    plan: FrozenPlan, resolved: ResolvedConfig, ranks: Ranks, mesh: Mesh
+) -> deepspeed.DeepSpeedEngine | LlavaModel:
+    """Build the model without gradients, for ranks that run it together. Collective.
 
-    config: the resolved JSON of the model that trains; its offload_param and sizes of gathered weights count.
+    At ZeRO-3 it is sharded over all ranks, else whole on every rank, also if the mesh divides the model that trains:
+    DeepSpeed has one set of groups for all engines. resolved: of that model; its offload_param and sizes of gathered
+    weights count.
     """
-    zero = config["zero_optimization"]
+    zero, dtype = resolved.config["zero_optimization"], resolved.compute_dtype
+    if resolved.zero_stage != 3 or mesh.is_divided:
+        model = open_frozen(plan, dtype, ranks)
+        mesh.adapt(model)
+        return model
     own = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {name: zero[name] for name in SHARDED if name in zero},
     }
     own |= {name: {"enabled": True} for name, kind in HALVES.items() if kind == dtype}
     model = build_model(plan.model, plan.args, own, dtype, 0, ranks).requires_grad_(False)
+    mesh.adapt(model)
     engine, *_ = deepspeed.initialize(model=model, config=own)
     engine.eval()
     return engine
@@ -146,11 +163,13 @@ class Scorer:
         return found
 
 
-def _vocabulary_problems(own: ModelPlan, other: ModelPlan) -> list[str]:
+def _vocabulary_problems(own: ModelPlan, other: ModelPlan, same_tokens: bool) -> list[str]:
     """Describe tokens with another id or without a row. Ignores an exported folder's image token: no batch has it."""
-    known, rows = own.tokenizer.get_vocab(), other.text_config.vocab_size
-    ids = {token: i for token, i in other.tokenizer.get_vocab().items() if token != IMAGE_TOKEN}
-    missing = [token for token, i in ids.items() if known.get(token) != i]
+    known, ids = (
+        {token: i for token, i in model.tokenizer.get_vocab().items() if token != IMAGE_TOKEN} for model in (own, other)
+    )
+    rows = other.text_config.vocab_size
+    missing = {token for token, _ in (ids.items() ^ known.items() if same_tokens else ids.items() - known.items())}
     if missing:
         return [
             f"its vocabulary of {len(known):,} tokens differs from the {len(ids):,} here ({len(missing)} tokens, the "

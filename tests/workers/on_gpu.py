@@ -39,7 +39,7 @@ def share() -> None:
 def fall_asleep() -> None:
     from llava_ds.data import loader
 
-    collate, calls = loader._micro_batch, []
+    collate, calls = loader.micro_batch_of, []
 
     def asleep(*samples: object, **options: object):
         calls.append(1)
@@ -48,7 +48,7 @@ def fall_asleep() -> None:
         return collate(*samples, **options)
 
     if os.environ["RANK"] == "1":
-        loader._micro_batch = asleep
+        loader.micro_batch_of = asleep
 
 
 CHANGES = {"limited": (limit,), "shared": (share,), "asleep": (share, fall_asleep)}

@@ -7,37 +7,36 @@ divergence KL(teacher || student), beta 1 the reverse.
 """
 
 import math
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from llava_ds.model.heads import LogProbs
-from llava_ds.model.output_loss import LogitGradients, chunk_rows
+from llava_ds.model.output_loss import LogitGradients, chunk_rows, softmax_minus_target
 
 COPIES = 4  # of a chunk's logits in memory, over the cross-entropy's
 MOST = -1e-7  # log-probability of the kept tokens together, at most: the rest keeps a logarithm (TRL's bound)
 
 
-class Teacher(Protocol):
+class Teacher:
     """A teacher's distributions at the supervised positions of a micro-batch."""
 
     def opened(self) -> AbstractContextManager:
         """Return a context, entered by all ranks together, in which `values` may be called."""
-        ...
+        return nullcontext()
 
     def values(self, part: slice, student: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the divergences (rows,) at some positions, and their gradients by the student's logits, (rows, C).
 
         student: its logits (rows, V) float32, divided by the temperature.
         """
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Divergence(LogProbs):
-    """The summed loss, a float32 scalar, and the divergence and the cross-entropy of every position, (S,) float64 each.
+    """The summed loss, a float32 scalar; and by position, (3, S) float64, the loss, divergence and cross-entropy.
 
     A position's loss is its divergence plus sft_alpha times its cross-entropy, times its weight in the batch.
     """
@@ -58,33 +57,29 @@ class Divergence(LogProbs):
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, softcap, asked):
+    def forward(ctx, hidden, weight, targets, softcap, head):
         gradients = LogitGradients(hidden, weight, *ctx.needs_input_grad[:2])
         rows = max(1, chunk_rows(len(weight), hidden.device.type) // COPIES)
-        found, heat = torch.empty(2, len(hidden), dtype=torch.float64, device=hidden.device), asked.temperature
+        found, heat = torch.empty(3, len(hidden), dtype=torch.float64, device=hidden.device), head.temperature
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
+            factor = 1.0 if head.row_weights is None else head.row_weights[part, None]
             logits = (hidden[part] @ weight.T).float()  # (rows, V)
-            slope = None
             if softcap is not None:
                 logits = logits.div_(softcap).tanh_().mul_(softcap)
-                slope = 1 - (logits / softcap).square_()
-            values, d_shared = asked.teacher.values(part, logits, asked.beta)
-            logs = logits.mul_(heat).log_softmax(1)
-            places = targets[part, None]
-            losses = -logs.gather(1, places)[:, 0].double()
-            d_logits = logs.exp_().scatter_add_(1, places, logs.new_full(places.shape, -1.0))
-            d_logits.mul_(asked.sft_alpha * heat)[:, : d_shared.shape[1]] += d_shared
-            found[0, part], found[1, part] = values, losses
-            d_logits = d_logits if slope is None else d_logits.mul_(slope)
-            if asked.row_weights is not None:
-                d_logits.mul_(asked.row_weights[part, None])
-            gradients.add(start, hidden[part], d_logits.to(hidden.dtype))
-            del logits, logs, d_logits, d_shared, slope
+                factor = (1 - (logits / softcap).square_()).mul_(factor)
+            values, d_shared = head.teacher.values(part, logits, head.beta)
+            d_logits, losses = softmax_minus_target(logits.mul_(heat), targets[part], None)
+            d_logits.mul_(head.sft_alpha * heat)[:, : d_shared.shape[1]] += d_shared
+            gradients.add(start, hidden[part], d_logits.mul_(factor).to(hidden.dtype))
+            found[1, part], found[2, part] = values, losses
+            del logits, d_logits, d_shared, factor  # free them before the next chunk's
+        found[0] = found[1] + head.sft_alpha * found[2]
+        if head.row_weights is not None:
+            found[0] *= head.row_weights
         ctx.gradients = gradients.summed()
         ctx.mark_non_differentiable(found)
-        total = found[0] + asked.sft_alpha * found[1]
-        return (total if asked.row_weights is None else total * asked.row_weights).sum().float(), found
+        return found[0].sum().float(), found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -101,15 +96,13 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> tup
     probs, given = student.exp(), teacher.exp()
     if beta == 0:
         return (given * (teacher - student)).sum(1), probs - given
-    if beta == 1:
-        gap = student - teacher
-        values = (probs * gap).sum(1)
-        return values, probs * (gap - values[:, None])
-    mixed = torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
+    mixed = teacher if beta == 1 else torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
     gap = student - mixed
-    own = (probs * gap).sum(1)
-    values = beta * (given * (teacher - mixed)).sum(1) + (1 - beta) * own
-    return values, (1 - beta) * probs * (gap - own[:, None])
+    reverse = (probs * gap).sum(1)
+    gradients = probs * (gap - reverse[:, None])
+    if beta == 1:
+        return reverse, gradients
+    return beta * (given * (teacher - mixed)).sum(1) + (1 - beta) * reverse, (1 - beta) * gradients
 
 
 def kept_divergence(

@@ -65,33 +65,17 @@ class Flags(ExtensionFlags):
             "whole_layers": "the teacher is not divided into stages",
             "dense_mlps": "it is not tried with these experts",
         }
-        if self.gkd_logits_topk or self.lmbda:
-            needs |= {
-                "known_samples": "the teacher's numbers are written before",
-                "whole_sample": "as it was read",
-            }
+        if self.gkd_logits_topk:
+            needs |= {"known_samples": "the teacher's numbers are written before", "whole_sample": "as it was read"}
         if self.lmbda:
-            needs |= {"known_samples": "prompts are encoded before", "whole_sample": "answers are drawn on one rank"}
-            needs |= {"whole_matrices": "answers are drawn on one rank", "plain_weights": "answers are drawn from them"}
+            needs |= {"known_samples": "prompts are encoded before", "plain_weights": "answers are drawn from them"}
+            needs |= dict.fromkeys(("whole_sample", "whole_matrices"), "answers are drawn on one rank")
         return ObjectiveTraits(needs=needs)
 
     def drawing(self, args: "Arguments") -> Drawing | None:
         """Return the drawing of a step; None without."""
-        if not self.lmbda:
-            return None
-        training = args.training
-        prompts = training.per_device_train_batch_size * training.gradient_accumulation_steps
-        return Drawing(
-            prompts=prompts,
-            answers=1,
-            new_tokens=self.max_completion_length,
-            max_length=args.data.model_max_length,
-            at_once=min(prompts, self.per_device_generation_batch_size),
-            shares=False,
-            frozen_models=0,
-            updates=1,
-            by_server=False,
-        )
+        size = self.per_device_generation_batch_size
+        return Drawing.of(args, self.max_completion_length, size) if self.lmbda else None
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """Yield missing and conflicting flags."""
@@ -99,9 +83,8 @@ class Flags(ExtensionFlags):
             yield "--objective gkd needs --teacher_model_name_or_path: name the folder of the teacher"
         if self.gkd_logits_topk and self.lmbda:
             yield "--gkd_logits_topk has the teacher's numbers of the records' answers only: leave --lmbda out"
-        if (self.gkd_logits_topk or self.lmbda) and args.rewinds:
-            name = "gkd_logits_topk" if self.gkd_logits_topk else "lmbda"
-            yield f"--on_loss_spike rewind can't be used with --{name}: leave one of them out"
+        if self.lmbda and args.rewinds:
+            yield "--on_loss_spike rewind can't be used with --lmbda: leave one of them out"
         if self.lmbda == 1 and self.sft_alpha:
             yield "--sft_alpha has no effect with --lmbda 1 (no record's answer is trained): leave it out"
         for name in ("max_completion_length", "per_device_generation_batch_size"):

@@ -222,14 +222,12 @@ class Flags(ExtensionFlags):
         training = args.training
         if self.traits(training.objective) is None:
             return None
-        prompts = training.per_device_train_batch_size * training.gradient_accumulation_steps
         has_reference = self.kl_ctl > 0 if training.objective == "ppo" else self.beta > 0
-        return Drawing(
-            prompts=prompts,
+        return Drawing.of(
+            args,
+            self.max_completion_length,
+            self.per_device_generation_batch_size,
             answers=self.num_generations,
-            new_tokens=self.max_completion_length,
-            max_length=args.data.model_max_length,
-            at_once=min(prompts, self.per_device_generation_batch_size),
             shares=self.share_prompts,
             frozen_models=has_reference + (self.reward_model_name_or_path is not None),
             updates=self.num_iterations,

@@ -5,6 +5,7 @@ Equal answers to a prompt with the same advantage are computed once, weighted by
 equal rewards have no advantage; they are left out unless a reference model or an entropy bonus is used.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import torch
 
 from llava_ds.data.collate import LoadedSample, collate, counts_of
 from llava_ds.data.loader import MicroBatch, numbers_of
-from llava_ds.data.packing import plan_by_tokens
+from llava_ds.data.packing import packs_of_rank
 from llava_ds.data.step_plan import Packing
 from llava_ds.extensions.rl.drawer import RolloutPrompt, whole_sample
 from llava_ds.extensions.rl.flags import Flags
@@ -125,11 +126,7 @@ def pack(units: list[list[TrainedAnswer]], packing: Packing, shares: bool) -> li
 
     Packs are limited by tokens if a limit is set, else by the number of prompts. shares: answers share their prompt.
     """
-    most = packing.tokens_per_micro_batch
-    if most is None:
-        units = [[unit[0], *(replace(one, shares=shares) for one in unit[1:])] for unit in units if unit]
-        size = packing.micro_batch_size
-        return [[one for unit in units[first : first + size] for one in unit] for first in range(0, len(units), size)]
+    most = packing.tokens_per_micro_batch or sys.maxsize
     parts: list[list[TrainedAnswer]] = []
     for unit in units:
         room = 0
@@ -140,11 +137,8 @@ def pack(units: list[list[TrainedAnswer]], packing: Packing, shares: bool) -> li
                 room, another = most, one
             parts[-1].append(another)
             room = max(0, room - another.num_tokens)
-    if not parts:
-        return []
-    lengths = np.array([sum(one.num_tokens for one in part) for part in parts])
-    [packs] = plan_by_tokens(range(len(parts)), lengths, 1, most, packing.costs(lengths))
-    return [[one for i in each for one in parts[i]] for each in packs]
+    lengths = [sum(one.num_tokens for one in part) for part in parts]
+    return [[one for i in each for one in parts[i]] for each in packs_of_rank(lengths, packing)]
 
 
 def policy_batch(

@@ -16,7 +16,6 @@ from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, in_short
 from llava_ds.data.collate import LoadedSample
 from llava_ds.data.dataset import BrokenSample
 from llava_ds.data.encoded_rows import OTHER_COLUMNS
-from llava_ds.data.end_markers import end_markers
 from llava_ds.data.loader import Counts, MicroBatch, Window
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.extensions.base import SessionPart
@@ -45,7 +44,7 @@ from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.ranks import gather, on_every_rank, print_first
 from llava_ds.runtime.waiting import queuing, waiting
 from llava_ds.second_models.frozen import Scorer
-from llava_ds.train.evaluating.sampling import Answer, DrawRules, draw_answers, numbers_for
+from llava_ds.train.evaluating.sampling import NO_ROOM, Answer, DrawRules, draw_answers, numbers_for, prompt_before
 from llava_ds.train.evaluating.twin import frozen_copy, make_twin, whole_weights
 from llava_ds.train.objectives.prompt_sharing import shares_prompts
 from llava_ds.train.plan import Plan
@@ -74,16 +73,8 @@ class Rollouts(SessionPart):
         super().__init__(plan, started)
         self._flags: Flags = plan.args.own["rl"]
         self.updates = self._flags.num_iterations
-        self._rules = DrawRules(
-            num_answers=self._flags.num_generations,
-            max_new_tokens=self._flags.max_completion_length,
-            max_length=plan.args.data.model_max_length,
-            ends=tuple(end_markers(plan.args.model.version, plan.model.tokenizer)),
-            images=plan.images,
-            temperature=self._flags.temperature,
-            top_k=self._flags.top_k,
-            top_p=self._flags.top_p,
-        )
+        kept = {"top_k": self._flags.top_k, "top_p": self._flags.top_p}
+        self._rules = DrawRules.of(plan, self._flags, num_answers=self._flags.num_generations, **kept)
         self._drawer = next((own for own in plan.own.values() if isinstance(own, Drawer)), None)
         self._groups_seen = self._groups_without_signal = 0
         critic, configs = plan.own["rl"].critic, [plan.model.text_config]
@@ -175,11 +166,10 @@ class Rollouts(SessionPart):
         row = dataset.row(int(dataset.rows[index]))
         answer = (sample.labels != IGNORE_INDEX).nonzero()[:, 0]
         begin = int(answer[0]) if len(answer) else len(sample.labels)
-        ids = sample.input_ids[:begin]
-        prompt = LoadedSample(ids, torch.full_like(ids, IGNORE_INDEX), sample.media, sample.source)
+        prompt = prompt_before(sample, begin)
         if not len(answer) or self._rules.room(prompt) < 1:
-            where = (row[name] for name in ("file", "line", "index", "id"))
-            return BrokenSample(*where, "no room is left for an answer: raise --model_max_length")
+            return dataset.broken(index, NO_ROOM)
+        ids = prompt.input_ids
         text = tokenizer.decode(ids[ids != IMAGE_TOKEN_INDEX], skip_special_tokens=True)
         text = text.replace(TEMPLATES[self.plan.args.model.version].system, "", 1).strip()
         reference = tokenizer.decode(sample.input_ids[answer], skip_special_tokens=True).strip()
@@ -226,22 +216,19 @@ class Rollouts(SessionPart):
         self, turn: tuple[int, int], slots: list[RolloutPrompt], prompts: list[RolloutPrompt]
     ) -> tuple[list[RolloutPrompt], list[list[Answer]]]:
         """Generate the answers to each prompt, a few prompts at a time. Returns also the prompts as they were asked."""
-        found, (step, attempt) = [], turn
+        step, attempt = turn
         seeds = [(self.plan.args.training.seed, step, slot.index, attempt) for slot in slots]
         if self._server is not None:
             places = [self._images_of(prompt) for prompt in prompts]
             samples = [prompt.sample for prompt in prompts]
             return prompts, on_every_rank(self.ranks, lambda: self._server.draw(samples, places, seeds, self._rules))
-        size, drawer = self._flags.per_device_generation_batch_size, self._drawer
+        drawer = self._drawer
         with whole_weights(self._twin), self.plan.resolved.autocast(self.ranks.device):
             if drawer is not None:
                 pairs = on_every_rank(self.ranks, lambda: drawer.draw(self._twin, prompts, seeds, self._rules))
                 return [asked for asked, _ in pairs], [episodes for _, episodes in pairs]
-            for first in range(0, len(prompts), size):
-                some = prompts[first : first + size]
-                numbers = [numbers_for(self._rules, *each) for each in seeds[first : first + size]]
-                found += draw_answers(self._twin, [prompt.sample for prompt in some], numbers, self._rules)
-        return prompts, found
+            numbers = [numbers_for(self._rules, *each) for each in seeds]
+            return prompts, draw_answers(self._twin, [prompt.sample for prompt in prompts], numbers, self._rules)
 
     def _score(self, prompts: list[RolloutPrompt], answers: list[list[Answer]]) -> list[Group]:
         """Reward the answers to each prompt."""

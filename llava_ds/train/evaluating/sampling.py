@@ -1,8 +1,10 @@
 # B prompts, G answers to each, L tokens of the longest prompt, D language-model width, V vocabulary, R cached rows
 """Sample answers from a model. Answers that are equal so far share their computation, beginning with the prompt."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,10 +14,17 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample, collate, padded_left
+from llava_ds.data.end_markers import end_markers
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import final_logits
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.waiting import waiting
+
+if TYPE_CHECKING:
+    from llava_ds.extensions.base import ExtensionFlags
+    from llava_ds.train.plan import Plan
+
+NO_ROOM = "no room is left for an answer: raise --model_max_length"
 
 
 @dataclass(frozen=True)
@@ -32,8 +41,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class DrawRules:
-    """Rules of sampling. ends: ids that end an answer; max_length: limit of prompt and answer together, in tokens. The
-    others are transformers' options of generation; top_k 0 and top_p 1 allow all tokens."""
+    """Rules of sampling. ends: ids that end an answer; max_length: limit of prompt and answer together, in tokens;
+    at_once: prompts computed together, None for all. The others are transformers' options of generation; top_k 0 and
+    top_p 1 allow all tokens."""
 
     num_answers: int
     max_new_tokens: int
@@ -43,10 +53,33 @@ class DrawRules:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    at_once: int | None = None
+
+    @classmethod
+    def of(cls, plan: "Plan", flags: "ExtensionFlags", **more: object) -> "DrawRules":
+        """Read the flags of an extension that draws answers for training. more: the other rules."""
+        return cls(
+            max_new_tokens=flags.max_completion_length,
+            max_length=plan.args.data.model_max_length,
+            ends=tuple(end_markers(plan.args.model.version, plan.model.tokenizer)),
+            images=plan.images,
+            temperature=flags.temperature,
+            at_once=flags.per_device_generation_batch_size,
+            **more,
+        )
 
     def room(self, prompt: LoadedSample) -> int:
         """Return the maximum number of tokens for an answer to the prompt."""
         return min(self.max_new_tokens, self.max_length - len(prompt.input_ids))
+
+
+def prompt_before(sample: LoadedSample, begin: int) -> LoadedSample:
+    """Return the part of a sample before the answer at position `begin`, with its images."""
+    ids = sample.input_ids[:begin]
+    shown = int((ids == IMAGE_TOKEN_INDEX).sum())
+    starts = itertools.accumulate((len(layout.rows) for _, layout in sample.media), initial=0)
+    media = [one for one, start in zip(sample.media, starts) if start < shown]
+    return LoadedSample(ids, torch.full_like(ids, IGNORE_INDEX), media, sample.source)
 
 
 def with_answer(asked: LoadedSample, answer: Sequence[int]) -> LoadedSample:
@@ -64,7 +97,6 @@ def numbers_for(rules: DrawRules, seed: int, step: int, sample: int, attempt: in
     return np.random.default_rng([seed, step, sample, attempt]).random((rules.num_answers, rules.max_new_tokens))
 
 
-@torch.no_grad()
 def draw_answers(
     model: LlavaModel, prompts: list[LoadedSample], numbers: list[np.ndarray], rules: DrawRules
 ) -> list[list[Answer]]:
@@ -72,6 +104,15 @@ def draw_answers(
 
     numbers: numbers_for() of each prompt; model: the trained model's twin, with whole weights.
     """
+    size = rules.at_once or max(1, len(prompts))
+    parts = [slice(first, first + size) for first in range(0, len(prompts), size)]
+    return [each for part in parts for each in _draw_together(model, prompts[part], numbers[part], rules)]
+
+
+@torch.no_grad()
+def _draw_together(
+    model: LlavaModel, prompts: list[LoadedSample], numbers: list[np.ndarray], rules: DrawRules
+) -> list[list[Answer]]:
     device, times = model.language_model.get_input_embeddings().weight.device, rules.num_answers
     with waiting("the copy of the prompts to the device"):
         logits, cache, mask, places = _read_prompts(model, prompts, rules, device)

@@ -163,8 +163,8 @@ def test_drawn_answers_do_not_depend_on_the_mesh(runs, by_hand):
 @pytest.mark.full
 def test_the_teachers_numbers_are_written_once(folder, runs):
     """Runs on the same data with the same teacher share them."""
-    [written] = (folder / "cache").rglob("teacher-*")
-    assert {file.name for file in written.iterdir()} == {"ids", "logs", "missing.json"}
+    [written] = (folder / "cache").rglob("*teacher-*")
+    assert written.is_file() and written.name.startswith("teacher-")
 
 
 def rows_of(out: Path) -> list[dict[str, float]]:

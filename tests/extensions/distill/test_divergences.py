@@ -4,7 +4,6 @@ python tests/extensions/distill/test_divergences.py FOLDER    # of TRL's source:
 """
 
 import ast
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -76,15 +75,12 @@ def test_a_divergence_is_trls(case):
     assert (kept <= whole + 1e-6).all()  # merged outcomes tell less
 
 
-class Given:
+class Given(module.Teacher):
     """A teacher with these logits: whole, or the most probable tokens alone."""
 
     def __init__(self, logits: torch.Tensor, kept: int | None) -> None:
         self.logs = logits.log_softmax(1)
         self.kept = None if kept is None else self.logs.topk(kept, 1)
-
-    def opened(self):
-        return contextlib.nullcontext()
 
     def values(self, part, student, beta):
         student = student[:, : self.logs.shape[1]].log_softmax(1)
@@ -103,7 +99,7 @@ def test_loss_and_gradients_of_chunks_are_the_textbooks(beta, kept, monkeypatch)
     targets, weights = torch.randint(0, known, (rows,), generator=generator), torch.rand(rows, generator=generator)
     teacher = Given(2 * torch.randn(rows, known, generator=generator), kept)
     asked = module.Divergence(heat, teacher, weights, beta, alpha)
-    loss, (values, losses) = asked.by_row(hidden / heat, weight, targets, cap / heat)
+    loss, (_, values, losses) = asked.by_row(hidden / heat, weight, targets, cap / heat)
     found = torch.autograd.grad(3 * loss, (hidden, weight))
 
     logits = cap * torch.tanh(hidden.double() @ weight.double().T / cap)

@@ -12,7 +12,7 @@ from llava_ds.data.dataset import PreflightOptions, open_encoded
 from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.data.step_plan import Packing, StepLayout
 from llava_ds.engine.construct import build_model
-from llava_ds.extensions.distill.drawn import DrawnSteps
+from llava_ds.extensions.distill.extension import Distillation
 from llava_ds.extensions.distill.flags import Flags
 from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.mesh import ALONE
@@ -21,7 +21,7 @@ LONGEST, SAMPLES = 5, 4
 
 
 @pytest.fixture
-def steps(tmp_path, one_rank) -> DrawnSteps:
+def part(tmp_path, one_rank) -> Distillation:
     args = SimpleNamespace(model=toys.model_arguments(**toys.write_base(tmp_path / "base"), version="v1"))
     plan, images = plan_model(args.model, 512), toys.image_options()
     model = build_model(plan, args.model, {"zero_optimization": {"stage": 0}}, torch.float32, 0, one_rank)
@@ -41,11 +41,13 @@ def steps(tmp_path, one_rank) -> DrawnSteps:
         model=plan, images=images, resolved=SimpleNamespace(autocast=lambda device: contextlib.nullcontext()),
         steps=SimpleNamespace(dataset=dataset, packing=Packing(1, 2, 2, None), after=lambda done: [layout] * 8),
     )  # fmt: skip
-    return DrawnSteps(run, one_rank, ALONE, model)
+    part = Distillation(run, SimpleNamespace(ranks=one_rank, mesh=ALONE))
+    part.built(model)
+    return part
 
 
-def test_a_drawn_answer_follows_the_records_conversation(steps):
-    dataset, windows = steps._plan.steps.dataset, [*steps.windows(0)]
+def test_a_drawn_answer_follows_the_records_conversation(part):
+    dataset, windows = part.plan.steps.dataset, [*part.windows(None, 0, iter(()))]
     drawn = [window for window in windows if window.micro_batches[0].batch.extra.get("drawn")]
     assert 0 < len(drawn) < len(windows) == 8
     lengths = set()
