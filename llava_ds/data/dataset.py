@@ -433,6 +433,19 @@ def open_data(
     return dataset
 
 
+def encoding_options(args: Arguments) -> EncodingOptions:
+    """Read the flags that control the encoding of conversations."""
+    model, data = args.model, args.data
+    return EncodingOptions(
+        template=resolve_template(model.version),
+        max_length=data.model_max_length,
+        mm_use_im_start_end=model.mm_use_im_start_end,
+        supervise_last_turn_only=data.supervise_last_turn_only or args.traits.one_answer,
+        split_special_tokens=model.split_special_tokens,
+        answer_is_reference=args.traits.draws,
+    )
+
+
 def data_spec(
     args: Arguments,
     tokenizer: PreTrainedTokenizerBase,
@@ -441,17 +454,10 @@ def data_spec(
     ranks: Ranks = ALONE,
 ) -> "DataSpec":
     """Build the DataSpec of the flags. Arguments as in open_data."""
-    model, data = args.model, args.data
+    data = args.data
     for flags in args.own.values():
         flags.prepare(args)
-    encoding = EncodingOptions(
-        template=resolve_template(model.version),
-        max_length=data.model_max_length,
-        mm_use_im_start_end=model.mm_use_im_start_end,
-        supervise_last_turn_only=data.supervise_last_turn_only or args.traits.one_answer,
-        split_special_tokens=model.split_special_tokens,
-        answer_is_reference=args.traits.draws,
-    )
+    encoding = encoding_options(args)
     options = PreflightOptions(
         cache_dir=data.cache_dir,
         num_workers=data.preprocessing_num_workers,

@@ -5,6 +5,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import ClassVar
 
 import numpy as np
@@ -23,6 +24,8 @@ from llava_ds.layouts import MediaLayout
 from llava_ds.model.llava import LlavaModel
 from llava_ds.train.evaluating.sampling import Answer, DrawRules, draw_answers, numbers_for
 from llava_ds.train.plan import Plan
+
+Tiles = tuple[torch.Tensor, MediaLayout]  # of an image
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,11 @@ class TurnRules(DrawRules):
 
 @dataclass(eq=False)
 class Play:
-    """An episode in progress. tokens: all after the prompt; is_own: True at the model's; media: images after the
-    prompt's; reward: nan while there is none; ended: the environment ended it; is_over: it or a bound did."""
+    """An episode in progress. sample: the prompt with all turns so far, supervised at the model's tokens; reward: nan
+    while there is none; ended: the environment ended it; is_over: it or a bound did."""
 
-    asked: RolloutPrompt
     game: Game
-    tokens: list[int] = field(default_factory=list)
-    is_own: list[bool] = field(default_factory=list)
-    media: list[tuple[torch.Tensor, MediaLayout]] = field(default_factory=list)
+    sample: Continued
     digests: list[bytes] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     turns: list[dict[str, str]] = field(default_factory=list)
@@ -64,17 +64,12 @@ class Play:
     ended: bool = False
     is_over: bool = False
 
-    def sample(self) -> Continued:
-        """Return the prompt with all turns so far, supervised at the model's tokens."""
-        prompt, ids = self.asked.sample, torch.tensor(self.tokens, dtype=torch.int64)
-        labels = torch.where(torch.tensor(self.is_own, dtype=torch.bool), ids, IGNORE_INDEX)
-        both = torch.cat([prompt.input_ids, ids]), torch.cat([torch.full_like(prompt.input_ids, IGNORE_INDEX), labels])
-        return Continued(*both, [*prompt.media, *self.media], prompt.source, used=len(ids))
-
-    def add(self, tokens: Sequence[int], speaker: str, text: str) -> None:
+    def add(self, tokens: Sequence[int], speaker: str, text: str, media: Sequence[Tiles] = ()) -> None:
         """Add a turn."""
-        self.tokens += tokens
-        self.is_own += [speaker == "model"] * len(tokens)
+        old, ids = self.sample, torch.tensor(tokens, dtype=torch.int64)
+        labels = ids if speaker == "model" else torch.full_like(ids, IGNORE_INDEX)
+        both = torch.cat([old.input_ids, ids]), torch.cat([old.labels, labels])
+        self.sample = Continued(*both, [*old.media, *media], old.source, used=old.used + len(ids))
         self.turns.append({"from": speaker, "text": text})
 
     def add_reward(self, reward: float) -> None:
@@ -84,14 +79,15 @@ class Play:
 
     def finished(self) -> Episode:
         """Return the finished episode."""
+        ids, used = self.sample.input_ids, self.sample.used
         return Episode(
             tuple(token for one in self.answers for token in one.ids),
             tuple(value for one in self.answers for value in one.log_probs),
             sum(one.entropy for one in self.answers),
             self.ended,
-            tokens=tuple(self.tokens),
+            tokens=tuple(ids[len(ids) - used :].tolist()),
             digests=tuple(self.digests),
-            sample=self.sample(),
+            sample=self.sample,
             text=self.turns[-1]["text"],
             shown=" ".join(one["text"] if one["from"] == "model" else f"[{one['text']}]" for one in self.turns),
             columns={"turns": self.turns},
@@ -109,16 +105,15 @@ class Episodes(Drawer):
         own, rl = plan.args.own["environment"], plan.args.own["rl"]
         self._name, self._kind, self._dataset = own.environment, class_of_file(own.environment), plan.steps.dataset
         self._max_turns, self._max_turn_length = own.max_turns, own.max_turn_length
-        self._at_once = rl.per_device_generation_batch_size
         self._judges_alone = rl.reward_funcs is None and rl.reward_model_name_or_path is None
         self._images, self._tokenizer, self._encoder = plan.images, plan.model.tokenizer, ObservationEncoder(plan)
-        self._tiles: dict[bytes, tuple[torch.Tensor, MediaLayout]] = {}  # of a draw: equal images are computed once
+        self._tiles: dict[bytes, Tiles] = {}  # of a draw: equal images are computed once
         self.reward = Reward("environment", 1.0, lambda answers: [one.own for one in answers], of_user=True)
 
     def try_out(self, asked: RolloutPrompt, rules: DrawRules) -> None:
         """Begin an episode, and pass on the reference as the model's turn."""
         rules = TurnRules(**{**vars(rules), "num_answers": 1})
-        [play] = self._begin(asked, (0,), rules)
+        _, [play] = self._begin(asked, (0,), rules)
         self._go_on(play, asked.reference, rules)
 
     def draw(
@@ -126,26 +121,21 @@ class Episodes(Drawer):
     ) -> list[tuple[RolloutPrompt, list[Episode]]]:
         rules = TurnRules(**vars(rules), turn=self._max_turn_length)
         self._tiles.clear()
-        groups = [self._begin(asked, seed, rules) for asked, seed in zip(prompts, seeds)]
+        begun = [self._begin(asked, seed, rules) for asked, seed in zip(prompts, seeds)]
+        groups = [plays for _, plays in begun]
         self._draw_turn(model, groups, [numbers_for(rules, *seed) for seed in seeds], rules)
         for turn in range(1, self._max_turns):
-            going = [
-                ([play], np.random.default_rng([*seed, turn, i]).random((1, rules.max_new_tokens)))
-                for group, seed in zip(groups, seeds)
-                for i, play in enumerate(group)
-                if not play.is_over
-            ]
-            self._draw_turn(model, *([each[i] for each in going] for i in (0, 1)), replace(rules, num_answers=1))
-        return [(group[0].asked, [play.finished() for play in group]) for group in groups]
+            seeded = [(play, [*seed, turn, i]) for group, seed in zip(groups, seeds) for i, play in enumerate(group)]
+            going = [(play, seed) for play, seed in seeded if not play.is_over]
+            numbers = [np.random.default_rng(seed).random((1, rules.max_new_tokens)) for _, seed in going]
+            self._draw_turn(model, [[play] for play, _ in going], numbers, replace(rules, num_answers=1))
+        return [(asked, [play.finished() for play in plays]) for asked, plays in begun]
 
     def _draw_turn(self, model: LlavaModel, groups: list[list[Play]], numbers: list, rules: TurnRules) -> None:
-        """Draw a turn of every play, a few groups at a time. The plays of a group have the same tokens so far."""
-        for first in range(0, len(groups), self._at_once):
-            some = slice(first, first + self._at_once)
-            samples = [group[0].sample() for group in groups[some]]
-            for group, answers in zip(groups[some], draw_answers(model, samples, numbers[some], rules)):
-                for play, answer in zip(group, answers):
-                    self._take(play, answer, rules)
+        """Draw a turn of every play. The plays of a group have the same tokens so far."""
+        answers = draw_answers(model, [group[0].sample for group in groups], numbers, rules)
+        for play, answer in zip(chain(*groups), chain(*answers)):
+            self._take(play, answer, rules)
 
     def metrics(self, groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
         def total(number) -> float:
@@ -154,8 +144,9 @@ class Episodes(Drawer):
         turns = total(lambda each: sum(one["from"] == "model" for one in each.columns["turns"]))
         return {"episodes/turns": turns, "episodes/bound_ratio": total(lambda each: not each.ended)}
 
-    def _begin(self, asked: RolloutPrompt, seed: Sequence[int], rules: TurnRules) -> list[Play]:
-        """Begin G episodes of a prompt. Raises DataError if they don't begin alike."""
+    def _begin(self, asked: RolloutPrompt, seed: Sequence[int], rules: TurnRules) -> tuple[RolloutPrompt, list[Play]]:
+        """Begin G episodes of a prompt. Returns also the prompt as it is asked. Raises DataError if they don't begin
+        alike."""
         media = media_from_text(self._dataset.row(int(self._dataset.rows[asked.index]))["media"])
         pictures = [load_images(one.media, one.sizes, self._images) for one in media if one.media.kind == "image"]
         record = {**asked.columns, "id": asked.id, "prompt": asked.text, "reference": asked.reference}
@@ -168,7 +159,8 @@ class Episodes(Drawer):
                 raise DataError("reset gave several observations for one record and seed: make it depend on these only")
             if shown[0] is not None:
                 asked = self._opened(asked, shown[0], rules)
-        return [Play(asked, game) for game in games]
+        sample = Continued(**vars(asked.sample))
+        return asked, [Play(game, sample) for game in games]
 
     def _opened(self, asked: RolloutPrompt, shown: Observation, rules: TurnRules) -> RolloutPrompt:
         """Return the prompt with an observation in place of the record's question."""
@@ -179,7 +171,7 @@ class Episodes(Drawer):
         sample = LoadedSample(ids, torch.full_like(ids, IGNORE_INDEX), media, asked.sample.source)
         return replace(asked, sample=sample, text=shown.text)
 
-    def _media(self, image: Image.Image) -> tuple[torch.Tensor, MediaLayout]:
+    def _media(self, image: Image.Image) -> Tiles:
         try:
             digest = _digest(image)
             if digest not in self._tiles:
@@ -214,16 +206,16 @@ class Episodes(Drawer):
             ids = self._encoder.between(shown, [layout.mark for _, layout in media])
             if len(ids) >= rules.max_new_tokens:
                 raise _too_long("step", ids, shown, f"--max_completion_length is {rules.max_new_tokens}")
-        if rules.left(play.sample()) <= len(ids):
+        if rules.left(play.sample) <= len(ids):
             play.is_over = True
             return
-        play.media += media
         play.digests += map(_digest, shown.images)
-        play.add(ids, "environment", f"{f'{IMAGE_TOKEN} ' * len(media)}{shown.text}".strip())
+        play.add(ids, "environment", f"{f'{IMAGE_TOKEN} ' * len(media)}{shown.text}".strip(), media)
 
 
 def _digest(image: Image.Image) -> bytes:
-    return hashlib.sha256(f"{image.mode} {image.size} ".encode() + image.tobytes()).digest()
+    facts = image.mode, image.size, image.getpalette(), image.info.get("transparency")
+    return hashlib.sha256(repr(facts).encode() + image.tobytes()).digest()
 
 
 def _too_long(what: str, ids: Sequence[int], shown: Observation, bound: str) -> DataError:

@@ -11,7 +11,7 @@ from llava_ds.extensions.base import ExtensionFlags, Number
 if TYPE_CHECKING:
     from llava_ds.config.arguments import Arguments
 
-_environment, _ = flags_of("environment")
+_environment, _ = flags_of("environment", goes_with="grpo ppo")
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,10 @@ class Flags(ExtensionFlags):
     def problems(self, args: "Arguments") -> Iterator[str]:
         """Yield missing and conflicting flags."""
         if self.environment is None:
-            for name in ("max_turns", "max_turn_length"):
-                if name in args.given:
-                    yield f"--{name} has no effect without --environment: give that, or leave it out"
+            for name in sorted(args.given & {"max_turns", "max_turn_length"}):
+                yield f"--{name} has no effect without --environment: give that, or leave it out"
             return
-        if not args.traits.draws:
-            yield (
-                f"--environment can't be used with --objective {args.training.objective}, which draws no answers: give "
-                "grpo or ppo"
-            )
-            return
-        if args.own["rl"].vllm_server is not None:
-            yield (
-                "--vllm_server can't be used with --environment, because its server reads images from files and draws "
-                "answers of one turn: leave it out, and the run draws by itself"
-            )
-        if args.data.image_aspect_ratio.startswith("anyres"):
-            yield (
-                f"--image_aspect_ratio {args.data.image_aspect_ratio} can't be used with --environment, because it "
-                "cuts only the single image of a conversation, and an environment may show more: give pad"
-            )
+        if "rl" in args.own and args.own["rl"].vllm_server is not None:
+            yield "--vllm_server can't be used with --environment: it draws one turn, from files: leave it out"
+        if (ratio := args.data.image_aspect_ratio).startswith("anyres"):
+            yield f"--image_aspect_ratio {ratio} can't be used with --environment: it cuts single images only, give pad"

@@ -8,7 +8,8 @@ import torch
 from PIL import Image
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN, ConfigError, DataError
-from llava_ds.data.encode import EncodingOptions, encoder_of
+from llava_ds.data.dataset import encoding_options
+from llava_ds.data.encode import encoder_of
 from llava_ds.data.end_markers import end_markers
 from llava_ds.data.images.decode import aspect_ratio_of, check_resized, to_rgb
 from llava_ds.data.images.resize import cut_by, to_tile
@@ -27,12 +28,8 @@ class ObservationEncoder:
     """Encodes observations: as the first question, or as the text between two answers."""
 
     def __init__(self, plan: Plan) -> None:
-        args, version = plan.args, plan.args.model.version
-        options = EncodingOptions(
-            version, args.data.model_max_length, args.model.mm_use_im_start_end, supervise_last_turn_only=True,
-            split_special_tokens=args.model.split_special_tokens,
-        )  # fmt: skip
-        self._encoder = encoder_of(plan.model.tokenizer, options, plan.images)
+        version = plan.args.model.version
+        self._encoder = encoder_of(plan.model.tokenizer, encoding_options(plan.args), plan.images)
         ids, start = self._encoded(EXCHANGE)
         ends = np.flatnonzero(np.isin(ids[start:], end_markers(version, plan.model.tokenizer)))
         if not len(ends):

@@ -1,11 +1,11 @@
-"""The user's class: its protocol, and the checks of everything that it returns."""
+"""The user's class (docs/environment.md has its methods), and the checks of everything that it returns."""
 
 import contextlib
 import math
 import numbers
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -14,33 +14,7 @@ from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError, in_short
 from llava_ds.files.python_function import attribute_of_file, raised_at
 
 FLAG = "--environment"
-OBSERVATION = 'a text, or {"text": a text, "images": [images of PIL]}'
-
-
-class Environment(Protocol):
-    """A class for --environment file.py:Class. It inherits nothing; every episode has a new object, made without
-    arguments.
-
-    An observation is a text, or {"text": str, "images": [PIL.Image.Image, ...]}; one of the keys may be missing. The
-    images are shown before the text, which has no <image> mark.
-    """
-
-    def reset(self, record: dict[str, object], seed: int) -> str | dict | None:
-        """Begin an episode. Returns an observation to ask in place of the record's question, or None for that question.
-
-        record: "id", "prompt" (its text as reward functions get it), "images" (PIL, RGB), "reference" (the record's
-        answer), and the record's other columns. seed: the same for all episodes of a prompt in a step.
-        """
-
-    def step(self, answer: str) -> tuple[str | dict | None, float | None, bool]:
-        """Take the text of the model's turn. Returns the next observation, a reward, and True at the episode's end.
-
-        The rewards of all steps are added up; None adds nothing. At the end the observation is not shown. A turn that a
-        bound cut short is not passed on.
-        """
-
-    def get_reward(self) -> float | None:
-        """Return a further reward when the episode is over, also if a bound ended it. The method may be missing."""
+OBSERVATION = f'the observation as a text without {IMAGE_TOKEN}, or {{"text": such a text, "images": [images of PIL]}}'
 
 
 class Observation(NamedTuple):
@@ -50,7 +24,7 @@ class Observation(NamedTuple):
     images: tuple[Image.Image, ...] = ()
 
 
-def class_of_file(name: str) -> type[Environment]:
+def class_of_file(name: str) -> type:
     """Load the flag's class. Raises ConfigError if it is missing, or lacks a method."""
     found = attribute_of_file(FLAG, name, "class")
     for method in ("reset", "step"):
@@ -66,7 +40,7 @@ class Game:
     name: str
     record: str
     turn: int = 0
-    own: Environment | None = None
+    own: object = None
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
@@ -77,7 +51,7 @@ class Game:
             at = raised_at(error.__cause__ or error, self.name)
             raise DataError(f"{FLAG} {self.name}, record {self.record!r}, turn {self.turn}: {error}{at}") from error
 
-    def begin(self, kind: Callable[[], Environment], record: dict[str, object], seed: int) -> Observation | None:
+    def begin(self, kind: type, record: dict[str, object], seed: int) -> Observation | None:
         """Make the object and reset it. Returns the first observation, None for the record's question."""
         with self.named():
             self.own = _call("the constructor", kind)
@@ -97,9 +71,9 @@ class Game:
 
     def last_reward(self) -> float:
         """Return the reward of get_reward, nan for none."""
-        method = getattr(self.own, "get_reward", None)
+        method = getattr(self.own, "get_reward", lambda: None)
         with self.named():
-            return math.nan if method is None else _reward("get_reward", _call("get_reward", method))
+            return _reward("get_reward", _call("get_reward", method))
 
 
 def _call(what: str, method: Callable, *arguments: object) -> object:
@@ -123,14 +97,11 @@ def _reward(what: str, found: object) -> float:
 
 
 def _observation(what: str, found: object) -> Observation:
-    parts = {"text": found} if isinstance(found, str) else found
-    if not isinstance(parts, dict) or not parts.keys() <= {"text", "images"}:
-        raise _wrong(what, found, f"the observation as {OBSERVATION}")
+    parts = found if isinstance(found, dict) else {"text": found}
     text, images = parts.get("text", ""), parts.get("images", ())
-    if not isinstance(text, str) or not isinstance(images, (list, tuple)) or not (text.strip() or images):
-        raise _wrong(what, found, f"the observation as {OBSERVATION}")
-    if IMAGE_TOKEN in text:
-        raise _wrong(what, text, f"a text without {IMAGE_TOKEN}: images are shown before the text")
+    fits = parts.keys() <= {"text", "images"} and isinstance(text, str) and isinstance(images, (list, tuple))
+    if not fits or IMAGE_TOKEN in text or not (text.strip() or images):
+        raise _wrong(what, found, OBSERVATION)
     for image in images:
         if not isinstance(image, Image.Image) or not min(image.size):
             raise _wrong(what, image, "an image of PIL with pixels")

@@ -139,10 +139,13 @@ def test_an_error_ends_the_run_on_every_rank_and_it_goes_on_from_its_checkpoint(
     ("flags", "expected"),
     [
         (["--max_turns", "3"], "--max_turns has no effect without --environment"),
-        (["--environment", "e.py:E"], "--environment can't be used with --objective sft, which draws no answers"),
+        (
+            ["--environment", "e.py:E"],
+            "--environment belongs to --objective grpo and ppo, not sft: leave one of them out",
+        ),
         (
             ["--objective", "grpo", "--environment", "e.py:E", "--vllm_server", "http://127.0.0.1:1"],
-            "--vllm_server can't be used with --environment, because its server reads images from files",
+            "--vllm_server can't be used with --environment: it draws one turn, from files",
         ),
         (
             ["--objective", "grpo", "--environment", "e.py:E", "--image_aspect_ratio", "anyres"],

@@ -32,7 +32,9 @@ from llava_ds.train.evaluating.twin import make_twin
 
 CPU, MESH = torch.device("cpu"), Mesh(dp=1, dp_rank=0)
 GROUP, SEED = 8, 5
-RL = {"per_device_generation_batch_size": 3, "reward_funcs": None, "reward_model_name_or_path": None}
+RL = {"reward_funcs": None, "reward_model_name_or_path": None}
+DATA = SimpleNamespace(model_max_length=512, supervise_last_turn_only=False)
+TRAITS = SimpleNamespace(one_answer=True, draws=True)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,7 @@ def toy(tmp_path_factory):
         prompts.append(RolloutPrompt(i, f"s{i}", asked, "What is it?", "yes"))
     return SimpleNamespace(
         model=model.double(), twin=make_twin(model), plan=plan, args=args, images=images, data=data, prompts=prompts,
-        rules=DrawRules(GROUP, 160, 512, (2,), images),
+        rules=DrawRules(GROUP, 160, 512, (2,), images, at_once=3),
     )  # fmt: skip
 
 
@@ -67,7 +69,7 @@ def drawer(toy, folder, name: str = "Crops", source: str = GAME, **own) -> Episo
     (folder / "game.py").write_text(source)
     flags = {"environment": f"{folder}/game.py:{name}", "max_turns": 3, "max_turn_length": 6, **own}
     sections = {"environment": SimpleNamespace(**flags), "rl": SimpleNamespace(**RL)}
-    args = SimpleNamespace(model=toy.args, data=SimpleNamespace(model_max_length=512), own=sections)
+    args = SimpleNamespace(model=toy.args, data=DATA, own=sections, traits=TRAITS)
     steps = SimpleNamespace(dataset=toy.data)
     return Episodes(SimpleNamespace(args=args, steps=steps, images=toy.images, model=toy.plan))
 
@@ -194,7 +196,7 @@ def test_turns_are_written_as_in_records(toy, tmp_path, write, version):
     tokenizer = plan_model(model, 512).tokenizer
     if version == "chat_template" and tokenizer.chat_template is None:
         pytest.skip("no template")
-    args = SimpleNamespace(model=model, data=SimpleNamespace(model_max_length=512))
+    args = SimpleNamespace(model=model, data=DATA, traits=TRAITS)
     plan = SimpleNamespace(args=args, images=toy.images, model=SimpleNamespace(tokenizer=tokenizer))
     try:
         encoder = ObservationEncoder(plan)
@@ -224,16 +226,19 @@ BROKEN = {
         "turn 1: step gave ('text', 1.0), expected an observation, a reward, and True",
     ),
     "no bool": ("return 'text', 1.0, 'done'", "expected an observation, a reward, and True or False"),
-    "no observation": ("return None, 1.0, False", 'step gave None, expected the observation as a text, or {"text"'),
-    "empty": ("return '', 1.0, False", "expected the observation as a text, or"),
+    "no observation": (
+        "return None, 1.0, False",
+        'step gave None, expected the observation as a text without <image>, or {"text"',
+    ),
+    "empty": ("return '', 1.0, False", "expected the observation as a text without <image>, or"),
     "another key": (
         "return {'txt': 'a'}, 1.0, False",
-        "step gave {'txt': 'a'}, expected the observation as a text, or",
+        "step gave {'txt': 'a'}, expected the observation as a text without <image>, or",
     ),
     "no number": ("return 'a', 'good', False", "step gave 'good', expected a finite number or None as the reward"),
     "not finite": ("return 'a', float('nan'), False", "step gave nan, expected a finite number or None as the reward"),
     "no image": ("return {'images': ['a.png']}, 0, False", "step gave 'a.png', expected an image of PIL with pixels"),
-    "a mark": ("return 'See <image>', 0, False", "expected a text without <image>: images are shown before the text"),
+    "a mark": ("return 'See <image>', 0, False", "expected the observation as a text without <image>, or"),
     "too many images": (
         "return {'images': [Image.new('RGB', (9, 9))] * 40}, 0, False",
         "tokens with 40 images, but --max_completion_length is 160: give less, or raise it",
