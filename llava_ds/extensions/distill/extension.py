@@ -26,14 +26,7 @@ from llava_ds.model.heads import sum_by_source
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.ranks import gather
 from llava_ds.runtime.waiting import waiting
-from llava_ds.train.evaluating.sampling import (
-    NO_ROOM,
-    DrawRules,
-    draw_answers,
-    numbers_for,
-    prompt_before,
-    with_answer,
-)
+from llava_ds.train.evaluating.sampling import DrawRules, draw_answers, numbers_for, with_answer
 from llava_ds.train.evaluating.twin import make_twin, whole_weights
 from llava_ds.train.objectives.objective import MicroLoss, Objective, Wrapped
 from llava_ds.train.plan import Plan
@@ -124,15 +117,14 @@ class Distillation(SessionPart):
 
     def _prompt(self, step: int, index: int) -> LoadedSample | BrokenSample:
         """Return a sample up to one of its answers, chosen at random."""
-        sample = self._steps.dataset[index]
+        dataset = self._steps.dataset
+        sample = dataset[index]
         if isinstance(sample, BrokenSample):
             return sample
         is_answer = sample.labels != IGNORE_INDEX
         begins = (is_answer & ~pad(is_answer[:-1], (1, 0))).nonzero()[:, 0].tolist()
         rng = np.random.default_rng([self._seed, step, index])
-        prompt = prompt_before(sample, rng.choice(begins) if begins else 0)
-        has_room = len(prompt.input_ids) and self._rules.room(prompt) > 0
-        return prompt if has_room else self._steps.dataset.broken(index, NO_ROOM)
+        return self._rules.prompt(dataset, index, sample, rng.choice(begins) if begins else 0)
 
 
 extension = Extension(check=check, plan=plan_teacher, part=Distillation)

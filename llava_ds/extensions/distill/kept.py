@@ -76,17 +76,9 @@ def kept_teacher(plan: Plan, ranks: Ranks, mesh: Mesh) -> KeptTeacher:
     weights = plan.resume.weights.get(FLAG[2:]) or broadcast_from_first(
         ranks, lambda: {path.name: sha256(path) for path in weight_files(folder)}
     )
-    numbers = (
-        VERSION,
-        kept,
-        rows,
-        own.temperature,
-        plan.resolved.compute_dtype,
-        dataset.fingerprint,
-        sorted(weights.items()),
-    )
-    forward = forward_digest(frozen.model, frozen.args, frozen.images)
-    path = dataset.folder / f"teacher-{digest_of([*map(str, numbers), forward])}"
+    numbers = VERSION, kept, rows, own.temperature, plan.resolved.compute_dtype, sorted(weights.items())
+    parts = [*map(str, numbers), dataset.fingerprint, forward_digest(frozen.model, frozen.args, frozen.images)]
+    path = dataset.folder / f"teacher-{digest_of(parts)}"
     known = broadcast_from_first(ranks, path.is_file)
     if not known:
         check_shared_folder(dataset.folder, "--cache_dir", ranks)

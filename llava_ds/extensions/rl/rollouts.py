@@ -44,7 +44,7 @@ from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.ranks import gather, on_every_rank, print_first
 from llava_ds.runtime.waiting import queuing, waiting
 from llava_ds.second_models.frozen import Scorer
-from llava_ds.train.evaluating.sampling import NO_ROOM, Answer, DrawRules, draw_answers, numbers_for, prompt_before
+from llava_ds.train.evaluating.sampling import Answer, DrawRules, draw_answers, numbers_for
 from llava_ds.train.evaluating.twin import frozen_copy, make_twin, whole_weights
 from llava_ds.train.objectives.prompt_sharing import shares_prompts
 from llava_ds.train.plan import Plan
@@ -165,10 +165,9 @@ class Rollouts(SessionPart):
         dataset, tokenizer = self.plan.steps.dataset, self.plan.model.tokenizer
         row = dataset.row(int(dataset.rows[index]))
         answer = (sample.labels != IGNORE_INDEX).nonzero()[:, 0]
-        begin = int(answer[0]) if len(answer) else len(sample.labels)
-        prompt = prompt_before(sample, begin)
-        if not len(answer) or self._rules.room(prompt) < 1:
-            return dataset.broken(index, NO_ROOM)
+        prompt = self._rules.prompt(dataset, index, sample, int(answer[0]) if len(answer) else 0)
+        if isinstance(prompt, BrokenSample):
+            return prompt
         ids = prompt.input_ids
         text = tokenizer.decode(ids[ids != IMAGE_TOKEN_INDEX], skip_special_tokens=True)
         text = text.replace(TEMPLATES[self.plan.args.model.version].system, "", 1).strip()

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample, collate, padded_left
+from llava_ds.data.dataset import BrokenSample, EncodedDataset
 from llava_ds.data.end_markers import end_markers
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import final_logits
@@ -23,8 +24,6 @@ from llava_ds.runtime.waiting import waiting
 if TYPE_CHECKING:
     from llava_ds.extensions.base import ExtensionFlags
     from llava_ds.train.plan import Plan
-
-NO_ROOM = "no room is left for an answer: raise --model_max_length"
 
 
 @dataclass(frozen=True)
@@ -72,14 +71,21 @@ class DrawRules:
         """Return the maximum number of tokens for an answer to the prompt."""
         return min(self.max_new_tokens, self.max_length - len(prompt.input_ids))
 
+    def prompt(
+        self, dataset: EncodedDataset, index: int, sample: LoadedSample, begin: int
+    ) -> LoadedSample | BrokenSample:
+        """Return the part of a sample before the answer at position `begin`, with its images, if there is room.
 
-def prompt_before(sample: LoadedSample, begin: int) -> LoadedSample:
-    """Return the part of a sample before the answer at position `begin`, with its images."""
-    ids = sample.input_ids[:begin]
-    shown = int((ids == IMAGE_TOKEN_INDEX).sum())
-    starts = itertools.accumulate((len(layout.rows) for _, layout in sample.media), initial=0)
-    media = [one for one, start in zip(sample.media, starts) if start < shown]
-    return LoadedSample(ids, torch.full_like(ids, IGNORE_INDEX), media, sample.source)
+        index: the sample's, in the data set.
+        """
+        ids = sample.input_ids[:begin]
+        shown = int((ids == IMAGE_TOKEN_INDEX).sum())
+        starts = itertools.accumulate((len(layout.rows) for _, layout in sample.media), initial=0)
+        media = [one for one, start in zip(sample.media, starts) if start < shown]
+        found = LoadedSample(ids, torch.full_like(ids, IGNORE_INDEX), media, sample.source)
+        if len(ids) and self.room(found) > 0:
+            return found
+        return dataset.broken(index, "no room is left for an answer: raise --model_max_length")
 
 
 def with_answer(asked: LoadedSample, answer: Sequence[int]) -> LoadedSample:
