@@ -35,11 +35,11 @@ def changed(planned, **drawn) -> DrawingStep:
 
 def test_only_runs_that_draw_have_it(planned):
     run, args, _ = planned
-    assert drawing_of(run, args).drawn == (8, 8, 256, 1024, 8, True, 0, 1, False)
+    assert drawing_of(run, args).drawn == (8, 1024, 256, 8, 8, True, 0, 1, False)
     other = dataclasses.replace(args, training=dataclasses.replace(args.training, objective="sft"))
     assert drawing_of(run, other) is None
     some = args.replaced(beta=0.1, num_iterations=2, per_device_generation_batch_size=4)
-    assert drawing_of(run, some).drawn == (8, 8, 256, 1024, 4, True, 1, 2, False)
+    assert drawing_of(run, some).drawn == (8, 1024, 256, 4, 8, True, 1, 2, False)
 
 
 def test_the_parts_of_memory(planned):
