@@ -207,5 +207,4 @@ def micro_batch_of(items: list[LoadedSample | LoadedPair | BrokenSample], option
 
 def numbers_of(kept: list[ItemCounts]) -> dict[str, int]:
     """Count the contents of a MicroBatch of these items."""
-    names = ("tokens", "targets", "pairs", "tiles", "tile_pairs")
-    return {f"num_{name}": sum(getattr(each, name) for each in kept) for name in names}
+    return {f"num_{name}": sum(getattr(each, name) for each in kept) for name in ItemCounts._fields[1:]}

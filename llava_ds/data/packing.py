@@ -13,14 +13,10 @@ import functools
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from llava_ds.data.spreading import spread
-
-if TYPE_CHECKING:
-    from llava_ds.data.step_plan import Packing
 
 _EVEN_ENOUGH = 0.01  # allowed difference of the heaviest and the lightest pack, relative to the mean
 _EXCHANGES = 2  # maximum per pack
@@ -52,16 +48,6 @@ def plans_across_epochs(
                 yield [list(micro_batches) for micro_batches in zip(*step)]
                 step = []
         begun = 0
-
-
-def packs_of_rank(lengths: Sequence[int], packing: "Packing") -> list[list[int]]:
-    """Pack items that one rank made itself, by tokens or by number as the run does. Returns their indices per pack."""
-    most, size, number = packing.tokens_per_micro_batch, packing.micro_batch_size, len(lengths)
-    if most is None or not number:
-        return [list(range(first, min(first + size, number))) for first in range(0, number, size)]
-    tokens = np.asarray(lengths)
-    [packs] = plan_by_tokens(range(number), tokens, 1, most, packing.costs(tokens))
-    return packs
 
 
 def sample_costs(

@@ -14,7 +14,6 @@ from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample
 from llava_ds.data.dataset import BrokenSample
 from llava_ds.data.loader import MicroBatch, Window, micro_batch_of, micro_batches
-from llava_ds.data.packing import packs_of_rank
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.runner import Runner
@@ -26,7 +25,7 @@ from llava_ds.model.heads import sum_by_source
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.ranks import gather
 from llava_ds.runtime.waiting import waiting
-from llava_ds.train.evaluating.sampling import DrawRules, draw_answers, numbers_for, with_answer
+from llava_ds.train.evaluating.sampling import DrawRules, draw_answers, numbers_for, packs_of_rank, with_answer
 from llava_ds.train.evaluating.twin import make_twin, whole_weights
 from llava_ds.train.objectives.objective import MicroLoss, Objective, Wrapped
 from llava_ds.train.plan import Plan

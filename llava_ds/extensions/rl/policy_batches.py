@@ -15,7 +15,6 @@ import torch
 
 from llava_ds.data.collate import LoadedSample, collate, counts_of
 from llava_ds.data.loader import MicroBatch, numbers_of
-from llava_ds.data.packing import packs_of_rank
 from llava_ds.data.step_plan import Packing
 from llava_ds.extensions.rl.drawer import RolloutPrompt, whole_sample
 from llava_ds.extensions.rl.flags import Flags
@@ -24,7 +23,7 @@ from llava_ds.extensions.rl.rewards import Reward
 from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.waiting import waiting
-from llava_ds.train.evaluating.sampling import Answer
+from llava_ds.train.evaluating.sampling import Answer, packs_of_rank
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample, collate, padded_left
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
 from llava_ds.data.end_markers import end_markers
+from llava_ds.data.packing import plan_by_tokens
+from llava_ds.data.step_plan import Packing
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import final_logits
 from llava_ds.model.llava import LlavaModel
@@ -113,6 +115,16 @@ def draw_answers(
     size = rules.at_once or max(1, len(prompts))
     parts = [slice(first, first + size) for first in range(0, len(prompts), size)]
     return [each for part in parts for each in _draw_together(model, prompts[part], numbers[part], rules)]
+
+
+def packs_of_rank(lengths: Sequence[int], packing: Packing) -> list[list[int]]:
+    """Pack items that one rank made itself, by tokens or by number as the run does. Returns their indices per pack."""
+    most, size, number = packing.tokens_per_micro_batch, packing.micro_batch_size, len(lengths)
+    if most is None or not number:
+        return [list(range(first, min(first + size, number))) for first in range(0, number, size)]
+    tokens = np.asarray(lengths)
+    [packs] = plan_by_tokens(range(number), tokens, 1, most, packing.costs(tokens))
+    return packs
 
 
 @torch.no_grad()
