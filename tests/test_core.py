@@ -26,8 +26,8 @@ BARS = {
     "lines at the end": 27715,
     "feature words": 61,
     "kernel files": 39,
-    "kernel lines": 5820,
-    "all lines": 75579,
+    "kernel lines": 5819,
+    "all lines": 75574,
 }
 
 # What one reads to understand training.
