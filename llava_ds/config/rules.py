@@ -358,8 +358,7 @@ def misplaced(args: Arguments) -> Iterator[str]:
         known: dict[str, list[str]] = {}
         for owner in owners([name]):
             goes_with = declared_by(flags_class(owner))[name].goes_with.split()
-            adding = [trigger.adds for trigger in EXTENSIONS.values() if goes_with]
-            for flag, own in ((flag, own) for adds in adding for flag, own in adds.items()):
+            for flag, own in EXTENSIONS[owner].adds.items():
                 known.setdefault(flag, []).extend(value for value in own if value in goes_with)
         for flag, wanted in known.items():
             if values[flag] not in wanted:

@@ -11,7 +11,7 @@ from llava_ds.extensions.base import ExtensionFlags, Number
 if TYPE_CHECKING:
     from llava_ds.config.arguments import Arguments
 
-_environment, _ = flags_of("environment", goes_with="grpo ppo")
+_environment, _ = flags_of("environment")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,11 @@ class Flags(ExtensionFlags):
             for name in sorted(args.given & {"max_turns", "max_turn_length"}):
                 yield f"--{name} has no effect without --environment: give that, or leave it out"
             return
-        if "rl" in args.own and args.own["rl"].vllm_server is not None:
+        if not args.traits.draws:
+            kind = args.training.objective
+            yield f"--environment can't be used with --objective {kind}, which draws no answers: give grpo or ppo"
+            return
+        if args.own["rl"].vllm_server is not None:
             yield "--vllm_server can't be used with --environment: it draws one turn, from files: leave it out"
         if (ratio := args.data.image_aspect_ratio).startswith("anyres"):
             yield f"--image_aspect_ratio {ratio} can't be used with --environment: it cuts single images only, give pad"

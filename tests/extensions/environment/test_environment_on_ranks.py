@@ -141,7 +141,7 @@ def test_an_error_ends_the_run_on_every_rank_and_it_goes_on_from_its_checkpoint(
         (["--max_turns", "3"], "--max_turns has no effect without --environment"),
         (
             ["--environment", "e.py:E"],
-            "--environment belongs to --objective grpo and ppo, not sft: leave one of them out",
+            "--environment can't be used with --objective sft, which draws no answers",
         ),
         (
             ["--objective", "grpo", "--environment", "e.py:E", "--vllm_server", "http://127.0.0.1:1"],
