@@ -161,6 +161,7 @@ EXTENSIONS: dict[str, Trigger] = {
         "records about one image: its tokens are computed once", "share_image_prefix group_by_image"
     ),
     "replicas": Trigger("copies of the weights are compared between ranks", "check_divergence_steps", always=True),
+    "integrity": Trigger("silent corruption is found, with its rank and step", "check_integrity_steps"),
     "ema": Trigger("a moving average of the weights, exported with the model", "enable_ema ema_decay", leaves="ema"),
     "mixtures": Trigger(
         "mixtures of experts: language models with them, and dense ones whose MLPs become them (MoE-LLaVA's stage 3)",
