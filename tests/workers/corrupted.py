@@ -17,7 +17,7 @@ from llava_ds.extensions.integrity import extension
 from llava_ds.model.llava import LlavaModel
 from llava_ds.train import session as sessions
 
-SLOW_STEPS = 12
+SLOW_STEPS = 8  # of a slow rank; as many pass before the next fault
 
 
 class Corruption:
@@ -28,7 +28,7 @@ class Corruption:
         for i in range(number):
             for kind in kinds:
                 self.faults.append([step, self.random.randrange(2), kind, i])
-                step += 3 * SLOW_STEPS if kind == "slow" else every
+                step += 2 * SLOW_STEPS + 4 if kind == "slow" else every
         self.said, self.saved, self.step, self.watched = {}, [], 0, None
 
     def at(self, *kinds: str) -> int | None:
@@ -47,7 +47,9 @@ class Corruption:
 
     def tensors(self) -> list[torch.Tensor]:
         states = self.watched.states
-        return [entry.tensor.detach() for entry in (*states.weights(), *states.optimizer_states())]
+        adam = states.engine.basic_optimizer
+        counts = [state["step"] for state in adam.state.values() if "step" in state]
+        return [*counts, *(entry.tensor.detach() for entry in (*states.weights(), *states.optimizer_states()))]
 
     def windows(self, *args, **more):
         found, previous = self.loader(*args, **more), None
@@ -78,6 +80,11 @@ class Corruption:
             self.watched.forget()
             self.watched.keep()
         self.saved = []
+
+    def write(self, file: str) -> None:
+        if torch.distributed.get_rank() == 0:
+            found = {"faults": self.faults, "said": self.said, "steps": self.step}
+            Path(file).write_text(json.dumps(found))
 
     def watch(self, hook) -> None:
         """Wrap what the engine calls, around the extension's own wrapping."""
@@ -154,13 +161,14 @@ def main() -> None:
             begin(hook)
             corruption.watch(hook)
 
-        def after(hook, end, corruption=corruption):
+        def after(hook, end, corruption=corruption, file=file):
             after_step(hook, end)
             if end.problems:
                 corruption.said[end.step] = "\n".join(end.problems)
                 end.problems.clear()
                 end.at_checkpoint = False
             corruption.restore()
+            corruption.write(file)
 
         def say(line, *more, corruption=corruption):
             corruption.said[corruption.step] = line
@@ -169,9 +177,7 @@ def main() -> None:
         sessions.windows, LlavaModel.forward = corruption.windows, corruption.model(forward)
         extension.Judge.begin, extension.Judge.after_step, extension.print_first = begin_watched, after, say
         train.main(argv)
-        if torch.distributed.get_rank() == 0:
-            found = {"faults": corruption.faults, "said": corruption.said, "steps": corruption.step}
-            Path(file).write_text(json.dumps(found))
+        corruption.write(file)
         torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -44,7 +44,7 @@ class Judge(Hook):
         session, watch = self.session, self.watch
         own = torch.stack([watch.counts[name].to(torch.int64) for name in Report._fields])
         everyone = own.new_zeros(session.ranks.world_size, len(own))
-        torch.distributed.all_gather_into_tensor(everyone, own)
+        torch.distributed.all_gather_into_tensor(everyone, own[None])
         self.unread.append((end.step, everyone, watch.details))
         watch.restart()
         at_once = end.last or session.saves_at(end.step, end.last)

@@ -5,7 +5,7 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 SLOW = 1.5  # times the median of all ranks
-SLOW_STEPS = 8  # steps over which speed is measured
+SLOW_STEPS = 8  # latest steps by which speed is judged
 MOST_NAMED = 3  # parameters
 
 KINDS = {
@@ -66,7 +66,7 @@ def differing(reports: list[Report]) -> list[int]:
 
 
 class Speeds:
-    """Finds ranks that need SLOW times the median rank's time per token over SLOW_STEPS steps."""
+    """Finds ranks whose time per token, the median over SLOW_STEPS steps, is SLOW times the median rank's."""
 
     def __init__(self) -> None:
         self._latest: deque[list[Report]] = deque(maxlen=SLOW_STEPS)
@@ -75,7 +75,8 @@ class Speeds:
     def add(self, reports: list[Report]) -> dict[int, float]:
         """Add a step; return the ranks that have become slow, with their times as multiples of the median."""
         self._latest.append(reports)
-        paces = [sum(r.spent_us for r in of) / max(1, sum(r.work for r in of)) for of in zip(*self._latest)]
+        # Medians: the first steps, and those that write files, take longer.
+        paces = [statistics.median(each.spent_us / max(1, each.work) for each in own) for own in zip(*self._latest)]
         usual = statistics.median_low(paces)
         if len(self._latest) < SLOW_STEPS:
             return {}
