@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--twice", choices=OTHERS, help="the other kind that gets twice as many questions as the rest")
     parser.add_argument("--descriptions", action="store_true")
     args = parser.parse_args()
-    upto = [int(i * args.counting + 1e-9) for i in range(args.train + 1)]  # number questions before i
+    upto = [int(i * args.counting + 1e-9) for i in range(args.train + 1)]  # counting questions among the first i
     others = [*OTHERS, *([args.twice] if args.twice else [])]
     train = ["count" if upto[i + 1] > upto[i] else others[(i - upto[i]) % len(others)] for i in range(args.train)]
     heldout = ["count"] * 1000 + [kind for kind in OTHERS for _ in range(args.others)]

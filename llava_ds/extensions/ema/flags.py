@@ -18,7 +18,7 @@ _ema, _ = flags_of("ema")
 class Flags(ExtensionFlags):
     """Flags of the moving average."""
 
-    needs: ClassVar = {"dense_mlps": "it is not tried with these experts"}
+    needs: ClassVar = {"dense_mlps": "it is untested with upcycled experts"}
     moments: ClassVar = 1
 
     enable_ema: bool = _ema(

@@ -13,7 +13,7 @@ _liger, _ = flags_of("liger")
 class Flags(ExtensionFlags):
     """The flag of Liger's kernels."""
 
-    needs: ClassVar = {"dense_mlps": "Liger has no kernels for these experts"}
+    needs: ClassVar = {"dense_mlps": "Liger has no kernels for upcycled experts"}
     fuses: ClassVar = "--use_liger_kernel True"
 
     use_liger_kernel: bool = _liger(

@@ -1,4 +1,4 @@
-"""The flag of tiles of tokens in MLPs."""
+"""The flag for running MLPs on tiles of tokens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _, _tiles_free = flags_of("mlp_tiles")
 
 @dataclass(frozen=True)
 class Flags(ExtensionFlags):
-    """The flag of tiles of tokens in MLPs."""
+    """The flag for running MLPs on tiles of tokens."""
 
     needs: ClassVar = {"dense_mlps": "experts distribute tokens themselves"}
 

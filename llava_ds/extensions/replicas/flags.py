@@ -1,4 +1,4 @@
-"""The flag of the comparison of copies."""
+"""The flag for comparing the ranks' copies of the weights."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +12,7 @@ _, _replicas_free = flags_of("replicas")
 
 @dataclass(frozen=True)
 class Flags(ExtensionFlags):
-    """The flag of the comparison of copies."""
+    """The flag for comparing the ranks' copies of the weights."""
 
     zeros: ClassVar = {"check_divergence_steps": "copies of the weights are never compared"}
 

@@ -206,7 +206,7 @@ class Flags(ExtensionFlags):
             "whole_sample": "its answers are scored there",
         }
         needs |= {"whole_matrices": "answers are drawn on one rank", "plain_weights": "answers are drawn from them"}
-        needs["dense_mlps"] = "it is not tried with these experts"
+        needs["dense_mlps"] = "it is untested with upcycled experts"
         rate = 3e-6 if objective == "ppo" else 1e-6
         return ObjectiveTraits(
             one_answer=True,

@@ -22,7 +22,7 @@ class Flags(ExtensionFlags):
     would divide them differently at each ZeRO stage.
     """
 
-    needs: ClassVar = {"dense_mlps": "it is not tried with these experts"}
+    needs: ClassVar = {"dense_mlps": "it is untested with upcycled experts"}
     breaks: ClassVar = ("whole_sample",)
     keys: ClassVar = {"sequence_parallel_size": "sequence_parallel_size"}
     other_keys: ClassVar = dict.fromkeys(

@@ -66,7 +66,7 @@ class StreamedDataset(EncodedDataset):
         parts += spec.contents
         self.fingerprint = digest_of(parts)
         self._paths: dict[int, Path] = {}
-        self._tables: dict[int, pa.Table] = {}  # the most recently read ones
+        self._tables: dict[int, pa.Table] = {}  # the shards opened last
         self._take(range(num_records))
 
     def _take(self, rows: Sequence[int]) -> None:

@@ -17,7 +17,7 @@ _SIZES = ("tp", "tp_size", "tensor_model_parallel_size", "tensor_parallel_size",
 class Flags(ExtensionFlags):
     """The flag of tensor parallelism."""
 
-    needs: ClassVar = {"dense_mlps": "AutoTP does not know these experts"}
+    needs: ClassVar = {"dense_mlps": "AutoTP does not know upcycled experts"}
     breaks: ClassVar = ("whole_matrices",)
     keys: ClassVar = {
         f"tensor_parallel.{key}": "tensor_parallel_size" for key in ("autotp_size", "tp_size", "tp.tp_size")

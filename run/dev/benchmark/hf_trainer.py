@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
         args.model.model_name_or_path, dtype=torch.float32, attn_implementation="sdpa"
     )
     freeze(model, args)
-    model.accepts_loss_kwargs = True  # Qwen's class says no: its loss would be averaged over micro-batches
+    model.accepts_loss_kwargs = True  # False in Qwen's class, which would average its loss over micro-batches
     clock = Clock()
     statistics = plan.images.mean, plan.images.std
     trainer = Trainer(
