@@ -103,8 +103,14 @@ def test_a_group_larger_than_a_pack_is_split(plain):
     [
         ({"share_image_prefix": True, "tokens_per_micro_batch": None}, "also give --tokens_per_micro_batch"),
         ({"group_by_image": True}, "belongs to --share_image_prefix True"),
-        ({"share_image_prefix": True, "group_by_image": True, "shuffle": False}, "--shuffle False are orders"),
-        ({"share_image_prefix": True, "group_by_image": True, "group_by_length": True}, "--group_by_length are orders"),
+        (
+            {"share_image_prefix": True, "group_by_image": True, "shuffle": False},
+            "--shuffle False set different orders",
+        ),
+        (
+            {"share_image_prefix": True, "group_by_image": True, "group_by_length": True},
+            "--group_by_length set different orders",
+        ),
         ({"share_image_prefix": True, "objective": "dpo"}, "goes with --objective sft"),
         ({"share_image_prefix": True, "stream": True}, "needs all samples before the first step"),
     ],

@@ -69,7 +69,7 @@ def test_other_trainers_names_lead_to_ours():
     with pytest.raises(ConfigError, match=r"--context_parallel_size: did you mean --sequence_parallel_size\?"):
         arguments("--context_parallel_size", "2")
     for name in ("cp_size", "context_parallel_size"):
-        said = f'{name} is 4 in the DeepSpeed JSON: remove it, write "sequence_parallel_size": 4, which shares the'
+        said = f'{name} is 4 in the DeepSpeed JSON: remove it, write "sequence_parallel_size": 4, which divides'
         with pytest.raises(ConfigError, match=said):
             axes_from({name: 4, "sequence_parallel_size": "x"}, arguments())
 
