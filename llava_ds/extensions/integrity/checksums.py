@@ -41,7 +41,7 @@ class Snapshot(NamedTuple):
         )
 
     def names(self, changed: torch.Tensor) -> list[str]:
-        """Return the parameters that may lie in the changed rows."""
+        """List the parameters in the changed rows."""
         found: dict[str, None] = {}
         for group, rows in zip(self.groups, changed.split([len(each) for each in self.sums])):
             begin, bytes_each = 0, group[0].tensor.element_size()

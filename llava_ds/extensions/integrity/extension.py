@@ -66,7 +66,7 @@ class Judge(Hook):
 
 
 def check(resolved: ResolvedConfig) -> Iterator[str]:
-    """Yield a line for states on NVMe, which are not in memory between the steps."""
+    """Yield a line for states on NVMe: between steps they are not in memory."""
     if offload_device(resolved.config, "offload_optimizer") == "nvme":
         yield '--check_integrity_steps can\'t read states on NVMe: leave it out, or set offload_optimizer to "cpu"'
 

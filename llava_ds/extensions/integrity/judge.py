@@ -15,8 +15,8 @@ KINDS = {
     "behind": "weights are not the rounded fp32 copies that its optimizer wrote: a stale shard",
     "twice": "the micro-batches of an earlier step came again",
     "missed": "the samples planned for this step did not come, but others",
-    "stale": "a stale shard: its optimizer states were not updated, or are those of an earlier step",
-    "differs": "a stale copy: its weights are not those that the ranks' optimizers wrote",
+    "stale": "a stale shard: its optimizer states were not updated, or come from an earlier step",
+    "differs": "a stale copy: its weights differ from the ones that the ranks' optimizers wrote",
 }
 
 
@@ -48,15 +48,15 @@ def faults(reports: list[Report]) -> dict[int, list[str]]:
     for rank in stale if len(stale) < len(reports) else []:  # a skipped step updates no rank's states
         found[rank].append("stale")
     unlike = differing(reports)
-    if len(unlike) < len(reports) or not any(found.values()):  # else another fault tells which ranks are wrong
+    if len(unlike) < len(reports) or not any(found.values()):  # otherwise another fault identifies the rank
         for rank in unlike:
             found[rank].append("differs")
     return {rank: kinds for rank, kinds in found.items() if kinds}
 
 
 def differing(reports: list[Report]) -> list[int]:
-    """Return the ranks whose weights differ from most others'. Without a majority: those that don't have what the
-    optimizers wrote, or all ranks if that does not decide it."""
+    """Return the ranks whose weights differ from most others'. Without a majority: the ranks without the weights
+    that the optimizers wrote, or all ranks if every rank lacks them."""
     held = [(each.copies, each.whole) for each in reports]
     usual, number = Counter(held).most_common(1)[0]
     if 2 * number > len(reports):
@@ -75,7 +75,7 @@ class Speeds:
     def add(self, reports: list[Report]) -> dict[int, float]:
         """Add a step; return the ranks that have become slow, with their times as multiples of the median."""
         self._latest.append(reports)
-        # Medians: the first steps, and those that write files, take longer.
+        # Medians, because the first steps and steps that write files take longer.
         paces = [statistics.median(each.spent_us / max(1, each.work) for each in own) for own in zip(*self._latest)]
         usual = statistics.median_low(paces)
         if len(self._latest) < SLOW_STEPS:
@@ -94,7 +94,7 @@ def message(step: int, found: dict[int, list[str]], places: list[list[str]], eve
         where = f", in {' or '.join(names)}" if names else ""
         lines += [f"  rank {rank}: {KINDS[kind]}" + where * (kind in list(KINDS)[:3]) for kind in kinds]
     lines.append(
-        "the memory, device, network or disk of that rank is at fault, or code that runs beside the training. Take its "
+        "the memory, device, network or disk of that rank is at fault, or other code in the training process. Take its "
         f"machine out, and resume from a checkpoint before step {max(1, step - every):,}: --resume PATH"
     )
     return "\n".join(lines)

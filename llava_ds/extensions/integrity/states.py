@@ -48,7 +48,7 @@ class States:
                     yield Entry(value, [(f"{each} ({name})", size) for each, size in own])
 
     def gradients(self) -> Iterator[Entry]:
-        """Yield the gradients summed so far, which the next backward pass or step reads."""
+        """Yield the gradients summed so far: input of the next backward pass or step."""
         flat = getattr(self.optimizer, "grad_partitions_flat_buffer", None)
         if flat is not None:
             yield Entry(flat, [pair for sizes in self.sizes for pair in sizes])
@@ -61,7 +61,7 @@ class States:
                 yield Entry(gradient, [(name, gradient.numel())])
 
     def behind(self) -> torch.Tensor:
-        """Count the weights whose bits are not those of the optimizer's fp32 copies, rounded."""
+        """Count the weights that differ from the optimizer's rounded fp32 copies."""
         weights = [parts[self.rank] for parts in self.copies] or self.shards or self._whole("fp16_groups")
         pairs = [pair for pair in zip(weights, self._masters()) if pair[0].device == pair[1].device]
         wrong = [row_sums(master.detach().to(weight.dtype)).sum() != row_sums(weight).sum() for weight, master in pairs]
@@ -84,7 +84,7 @@ class States:
 
 
 def _cut(sizes: list[tuple[str, int]], first: int, number: int) -> list[tuple[str, int]]:
-    """Return what lies in elements first to first + number of parameters laid end to end."""
+    """Cut elements first to first + number out of parameters laid end to end."""
     found, start = [], 0
     for name, size in sizes:
         inside = min(start + size, first + number) - max(start, first)

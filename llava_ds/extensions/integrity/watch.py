@@ -1,4 +1,4 @@
-"""What a rank sums and counts around the calls of its engine (DeepSpeed 0.19.8) in a step."""
+"""Checksums and counts of one rank, taken around the calls of its engine (DeepSpeed 0.19.8)."""
 
 import functools
 import time
@@ -54,7 +54,7 @@ class Watch:
     def windows(self, done: int, plain: Iterator[Window], planned: PlannedBatches | None) -> Iterator[Window]:
         """Pass the windows on, compared with the plan. done: steps that are over."""
         self.step = done
-        self.forget()  # what the warm-up left
+        self.forget()  # the warm-up's gradients
         self.restart()
         self.keep()
         while True:

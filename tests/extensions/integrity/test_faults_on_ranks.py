@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import toys
-from launching import ROOT, command_line, ds_config, launch, toy_run
+from launching import command_line, ds_config, launch, toy_run
 
 pytestmark = pytest.mark.full
 
@@ -36,7 +36,7 @@ def folder(tmp_path_factory) -> Path:
         runs.append((command_line(flags), plan, str(folder / f"{name}.json")))
     listed = folder / "runs.json"
     listed.write_text(json.dumps(runs))
-    done = launch(2, ROOT / "tests" / "workers" / "corrupted.py", str(listed), timeout_s=3600)
+    done = launch(2, Path(__file__).parent / "corrupted.py", str(listed), timeout_s=3600)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

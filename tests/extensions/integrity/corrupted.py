@@ -11,6 +11,9 @@ import time
 from pathlib import Path
 
 import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "workers"))
+
 from run_many import leave_no_model, load_train
 
 from llava_ds.extensions.integrity import extension
