@@ -52,7 +52,7 @@ from llava_ds.data.sample_index import PERCENTILES, TableIndex, index_of
 from llava_ds.data.seen_files import changed_files, changes_since
 from llava_ds.data.templates import resolve_template
 from llava_ds.data.token_runs import from_columns, weights_from_column
-from llava_ds.extensions.active import converters, plugins, record_fields
+from llava_ds.extensions.active import OF_OBJECTIVE, converters, plugins, record_fields
 from llava_ds.files.urls import real_path
 from llava_ds.files.writing import run_folder
 from llava_ds.layouts import MediaLayout
@@ -457,6 +457,8 @@ def data_spec(
     data = args.data
     for flags in args.own.values():
         flags.prepare(args)
+    OF_OBJECTIVE.clear()
+    OF_OBJECTIVE[args.training.objective] = args.traits.fields
     encoding = encoding_options(args)
     options = PreflightOptions(
         cache_dir=data.cache_dir,
@@ -546,7 +548,7 @@ class EncodingForm:
         # samples stay the same.
         rows = rows_noted(tokenizer)
         own_fields = [f"{name} {fields.names}" for name, fields in record_fields().items()]
-        converted = [f"{name} {plugins()[name]}" for name in converters()]
+        converted = [f"{name} {plugins().get(name)}" for name in converters()]
         return cls(
             image_options,
             [str(ENCODING_VERSION), repr(encoding), *tokenizer_parts(tokenizer), *converted],

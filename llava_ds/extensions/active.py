@@ -141,14 +141,18 @@ def plugins() -> dict[str, str]:
     return {name: trigger.digest for name, trigger in EXTENSIONS.items() if trigger.digest}
 
 
+# Fields of the objective, by its name, set where data are opened; forked processes have them as well.
+OF_OBJECTIVE: "dict[str, RecordFields]" = {}
+
+
 def record_fields() -> "dict[str, RecordFields]":
-    """Return the further keys of records that loaded plugins read, by plugin."""
-    found = {name: _extension(name).fields for name in plugins()}
+    """Return the further keys of records that loaded plugins and the objective read, by plugin or objective."""
+    found = {name: _extension(name).fields for name in plugins()} | OF_OBJECTIVE
     return {name: fields for name, fields in found.items() if fields is not None}
 
 
 def converters() -> "dict[str, RecordFields]":
-    """Return those of record_fields() that convert records, by plugin."""
+    """Return those of record_fields() that convert records."""
     return {name: each for name, each in record_fields().items() if "convert" in vars(type(each))}
 
 

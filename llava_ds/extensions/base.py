@@ -95,7 +95,7 @@ class ObjectiveTraits(NamedTuple):
     other_columns: judges answers by the records' other columns; scores: the model has a value head and generates no
     text; second_model: a model of the same size trains as the model's child; metrics: names of eval metrics in addition
     to the loss; learning_rate: the usual rate, if the flag's default is too high; needs: keys of PROPERTIES, each with
-    the reason.
+    the reason; fields: further keys of records, in Batch.extra["<objective>.<key>"].
     """
 
     one_answer: bool = False
@@ -108,6 +108,7 @@ class ObjectiveTraits(NamedTuple):
     metrics: tuple[str, ...] = ()
     learning_rate: float | None = None
     needs: Mapping[str, str] = {}
+    fields: "RecordFields | None" = None
 
 
 class Drawing(NamedTuple):

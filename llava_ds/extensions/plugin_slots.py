@@ -20,8 +20,8 @@ class RecordFields:
     names: ClassVar[tuple[str, ...]] = ()
     columns: ClassVar[tuple[str, ...]] = ()  # further columns of tables that convert() reads
 
-    def convert(self, record: dict) -> dict:
-        """Convert a record of the file to a known format. By default unchanged.
+    def convert(self, record: dict) -> dict | list[dict]:
+        """Convert a record of the file to a known format, or to several records. By default unchanged.
 
         Called in the process that reads the file, before the format is detected and images are looked up. Raises
         DataError for a bad record: it is rejected.

@@ -88,6 +88,12 @@ EXTENSIONS: dict[str, Trigger] = {
         "per_device_generation_batch_size",
         adds={"objective": {"gkd": "a teacher's distribution of every token (docs/distill.md)"}},
     ),
+    "heads": Trigger(
+        "classes, and embeddings for retrieval",
+        "labels problem_type embed_temperature",
+        leaves="labels.json",
+        adds={"objective": {"classify": "a class of a record", "embed": "vectors for retrieval (docs/heads.md)"}},
+    ),
     "environment": Trigger(
         "answers in several turns, with an environment between them",
         "environment max_turns max_turn_length",

@@ -88,7 +88,7 @@ class Source:
             return sum(map(num_parquet_rows, self.files))
         if self.kind == "datasets":
             return len(open_saved(self._names()[0]))
-        return sum(1 for _ in self._rows())
+        return sum(1 for _ in converted(self._rows()))
 
     def describe(self) -> str:
         """Describe the files, the format and the names of fields in one line."""

@@ -299,6 +299,41 @@ class Scoring(torch.nn.Module):
         return last_hidden(self.theirs, inputs).double() @ self.weight[0].double()
 
 
+def last_states(ready, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """The hidden states (D,) of all questions' last tokens before the answer."""
+    inputs = [answered(ready, i, text) for i, (text, _) in enumerate(ANSWERS)]
+    return [last_hidden(ready.theirs, each)[learned.nonzero()[0, 0] - 1].to(dtype) for each, learned in inputs]
+
+
+@needs_extension("heads")
+def test_classes_and_embeddings(ready):
+    from llava_ds.extensions.heads.classify import Classification, ScoreHead
+    from llava_ds.extensions.heads.embed import Embedding
+    from llava_ds.extensions.heads.head_records import code_of
+
+    model, samples = copy.deepcopy(ready.model), [pair.chosen for pair in ready.pairs]
+    names, labels = ("a", "b", "c"), ["c", "a", "a", "b"]
+    model.own_heads = ScoreHead(ready.plan.text_config.hidden_size, len(names))
+    weight = torch.nn.Parameter(model.own_heads.weight.detach().clone())
+    batch = collate(samples, ready.options).with_extra(
+        **{"classify.class": [torch.tensor([code_of(x)]) for x in labels]}
+    )
+    found = Classification(1, 1, names=names).forward(model, batch)
+    logits = torch.stack([weight.double() @ state for state in last_states(ready)])
+    truth = torch.tensor([names.index(x) for x in labels])
+    scoring = torch.nn.ModuleList([ready.theirs])
+    scoring.register_parameter("weight", weight)
+    compare(found.loss_sum, cross_entropy(logits, truth, reduction="sum"), [model], [scoring])
+
+    model.own_heads = torch.nn.Identity()
+    parts = [[2, 1, 1], [0, 2, 1], [2, 3, 3], [0, 4, 3]]
+    batch = collate(samples, ready.options).with_extra(**{"embed.part": [torch.tensor(x) for x in parts]})
+    found = Embedding(1, 1, temperature=0.3).forward(model, batch)
+    states = [state / state.norm() for state in last_states(ready)]
+    logits = torch.stack([torch.stack([states[i] @ states[j] / 0.3 for j in (1, 3)]) for i in (0, 2)])
+    compare(found.loss_sum, cross_entropy(logits, torch.tensor([0, 1]), reduction="sum"), [model], [ready.theirs])
+
+
 @needs_extension("preference")
 def test_reward_models(ready):
     from llava_ds.extensions.preference.reward import Reward, RewardLoss

@@ -1,0 +1,143 @@
+# B samples of a micro-batch, C labels, D width of the language model, n positions
+"""Classification: a linear layer on the hidden state of the last token before the answer."""
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from llava_ds.batch import Batch
+from llava_ds.data.loader import Window
+from llava_ds.extensions.base import Measure
+from llava_ds.extensions.heads.flags import METRICS
+from llava_ds.extensions.heads.head_records import CLASS, code_of
+from llava_ds.model.open.value_head import answer_lengths
+from llava_ds.train.objectives.objective import MicroLoss
+
+STD = 0.02  # of the head's initial weights, transformers' initializer_range
+
+
+class ScoreHead(nn.Linear):
+    """The `score` layer of transformers' *ForSequenceClassification: linear, without bias.
+
+    Computed in float32. A module that has its own weight, so that ZeRO-3 gathers it where it is used.
+    """
+
+    def __init__(self, width: int, num_labels: int) -> None:
+        super().__init__(width, num_labels, bias=False)
+        nn.init.normal_(self.weight, std=STD)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map hidden states (n, D) to logits (n, C)."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), self.weight.float())
+
+
+@dataclass(frozen=True)
+class LastStates:
+    """The hidden states (B, D) of every sample's last token before its answer, as the extension's module maps them."""
+
+    shortens = True
+
+    def positions(self, batch: Batch) -> torch.Tensor:
+        """Return the positions, (B,); (0,) in a micro-batch without samples."""
+        if not len(batch.targets):
+            return batch.target_positions
+        counts = answer_lengths(batch)
+        return batch.target_positions[counts.cumsum(0) - counts]
+
+    def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the module's output, (B, C) or (B, D)."""
+        return model.own_heads(hidden)
+
+
+@dataclass(frozen=True)
+class HeadObjective:
+    """An objective with a loss for every sample; a step's loss is their mean over all ranks (see Objective)."""
+
+    num_sources: int
+    grad_ranks: int
+    logs_means = False
+    probe = LastStates()
+
+    def by_source(self, losses: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        """Sum losses (units,) by data source, and count them: (2, num_sources) float64."""
+        is_from = sources == torch.arange(self.num_sources, device=sources.device)[:, None]  # (sources, units)
+        return torch.stack([torch.where(is_from, losses.detach(), 0.0).sum(1), is_from.sum(1).double()])
+
+    def scales(self, window: Window, counts: torch.Tensor) -> list[torch.Tensor]:
+        """Return the factor of each micro-batch: grad_ranks / units of the step (see Objective)."""
+        return [self.grad_ranks / self.num_units(counts.clamp(min=1))] * len(window.micro_batches)
+
+    def num_units(self, counts):
+        """Return the number of samples. counts: Counts, or a tensor in its order."""
+        return counts[0]
+
+
+class MacroF1(Measure):
+    """The F1 of every label, averaged over the labels that records or predictions of the held-out data have."""
+
+    def __init__(self) -> None:
+        self._sums: torch.Tensor | None = None
+
+    def __call__(self, model: nn.Module) -> "MacroF1":
+        """Return itself, for EvalMeasure.create."""
+        return self
+
+    def add(self, found: torch.Tensor, truth: torch.Tensor) -> None:
+        """Count true positives, predictions and labels. found, truth (B, C) bool."""
+        sums = torch.stack([(found & truth).sum(0), found.sum(0), truth.sum(0)]).double()
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def scores(self, precision: torch.autocast) -> dict[str, float]:
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(self._sums)
+        right, found, truth = self._sums.tolist()
+        self._sums = None
+        values = [2 * a / (b + c) for a, b, c in zip(right, found, truth) if b + c]
+        return {"f1": sum(values) / max(1, len(values))}
+
+
+@dataclass(frozen=True)
+class Classification(HeadObjective):
+    """Cross-entropy over the labels, or the mean binary cross-entropy of every label, as in transformers'
+    *ForSequenceClassification.
+
+    names: the labels, in the order of the head's outputs; is_multiple: samples have any number of labels; f1: counts
+    predictions in evaluations.
+    """
+
+    metric_names = METRICS["classify"]
+    names: tuple[str, ...] = field(kw_only=True)
+    is_multiple: bool = False
+    f1: MacroF1 | None = None
+
+    def forward(self, engine, batch: Batch) -> MicroLoss:
+        """Run the model, and compare the logits with the labels."""
+        logits = engine(batch, self.probe).double()  # (B, C)
+        truth = self.truth(batch, logits)
+        if self.is_multiple:
+            losses = F.binary_cross_entropy_with_logits(logits, truth.double(), reduction="none").mean(1)
+            found = logits.detach() > 0
+        else:
+            losses = -torch.where(truth, logits.log_softmax(1), 0.0).sum(1)
+            found = F.one_hot(logits.detach().argmax(1), len(self.names)).bool()
+        if self.f1 is not None and not torch.is_grad_enabled():
+            self.f1.add(found, truth)
+        by_source = self.by_source(losses, batch.sources[: len(losses)])
+        accuracy = (found == truth).all(1).double().sum()
+        return MicroLoss(losses.sum() + 0.0 * logits.sum(), by_source, {"accuracy": accuracy})
+
+    def truth(self, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+        """Return the labels of every sample, (B, C) bool."""
+        codes, given = _codes(self.names, logits.device), batch.extra.get(f"classify.{CLASS}", [])
+        rows = [(one[:, None] == codes).any(0) for one in given]
+        return torch.stack(rows) if rows else torch.zeros_like(logits, dtype=torch.bool)
+
+
+@functools.cache
+def _codes(names: tuple[str, ...], device: torch.device) -> torch.Tensor:
+    """Return the numbers of the labels, (C,) int64."""
+    return torch.tensor([code_of(name) for name in names], device=device)

@@ -1,0 +1,138 @@
+"""The heads extension: the head of a model, the labels of the data, and the objectives."""
+
+import json
+from collections import Counter
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from llava_ds.config.arguments import Arguments, ModelArguments
+from llava_ds.constants import DataError
+from llava_ds.data.dataset import EncodedDataset, open_together
+from llava_ds.data.encoded_rows import FIELDS
+from llava_ds.extensions.base import EvalMeasure, Extension, Hook, Phase, SessionPart
+from llava_ds.extensions.heads.classify import Classification, MacroF1, ScoreHead
+from llava_ds.extensions.heads.embed import Embedding, Recall
+from llava_ds.extensions.heads.flags import Flags, is_multiple, names_of
+from llava_ds.extensions.heads.groups import Groups
+from llava_ds.extensions.heads.head_records import CLASS
+from llava_ds.files.writing import write_whole
+from llava_ds.geometry import ImageOptions
+from llava_ds.model.llava import LlavaModel
+from llava_ds.model.vision import TowerPlan
+from llava_ds.runtime.mesh import Mesh
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
+from llava_ds.train.objectives.objective import Objective
+from llava_ds.train.plan import Plan
+
+LABELS_FILE = "labels.json"
+SHOWN = 20  # labels in the first lines
+
+
+def head(config: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> nn.Module:
+    """Build the head; embeddings are the hidden states themselves."""
+    names = names_of(args.own["heads"])
+    return ScoreHead(config.hidden_size, len(names)) if names else nn.Identity()
+
+
+def open_groups(
+    args: Arguments, tokenizer: PreTrainedTokenizerBase, image_options: ImageOptions, ranks: Ranks
+) -> EncodedDataset:
+    """Open the training data; of embeddings, by query."""
+    plain = open_together(args, tokenizer, image_options, ranks)
+    return Groups.of(plain) if args.training.objective == "embed" else plain
+
+
+def check_data(plan: Plan, ranks: Ranks) -> EvalMeasure | None:
+    """Check the labels of all data, or group the held-out data by query. Collective."""
+    if plan.args.training.objective == "classify":
+        return check_labels(plan, ranks)
+    for dataset in plan.data_sets:
+        if not isinstance(dataset, Groups):  # from --eval_data_path
+            dataset.__class__, dataset.__dict__ = Groups, vars(Groups.of(dataset))
+        if not len(dataset):
+            raise DataError("no record has all of its parts: run/inspect_data.py shows why they were rejected")
+    print_first(
+        f"a query is compared with the positives and negatives of one micro-batch on {plan.steps.packing.dp} ranks: "
+        f"about {plan.steps.batch_size / plan.steps.packing.num_micro_batches:.3g} records; "
+        "equal positives are left out of the negatives"
+    )
+    return None if plan.evals.eval_set is None else EvalMeasure(Recall(ranks), ("recall@1", "recall@5"))
+
+
+def check_labels(plan: Plan, ranks: Ranks) -> EvalMeasure | None:
+    """Compare the labels of all data with --labels, and print their numbers. Collective.
+
+    Raises DataError for an unknown label, for records with several where one is expected, and for one label only.
+    """
+    own = plan.args.own["heads"]
+    names = ["the training data", "the held-out data"]
+    lines = broadcast_from_first(
+        ranks, lambda: [_counted(name, data, own) for name, data in zip(names, plan.data_sets)]
+    )
+    print_first(*lines)
+    return None if plan.evals.eval_set is None else EvalMeasure(MacroF1(), ("f1",))
+
+
+def _counted(where: str, dataset: EncodedDataset, own: Flags) -> str:
+    """Count the labels of a data set, in a line to print. Raises DataError."""
+    names, several = names_of(own), is_multiple(own)
+    texts, counts = dataset.table.column(FIELDS).to_pylist(), Counter()
+    for row in dataset.rows.tolist():
+        labels = json.loads(texts[row])["classify"][CLASS]
+        if (unknown := [label for label in labels if label not in names]) or (len(labels) != 1 and not several):
+            record = dataset.row(row)
+            found = f"the label {unknown[0]!r}, which is not among --labels" if unknown else f"{len(labels)} labels"
+            instead = "add it there" if unknown else "give --problem_type multi_label_classification"
+            raise DataError(f"{record['file']}:{record['line']} in {where} has {found}: {instead}, or mend the record")
+        counts.update(labels)
+    if len(counts) < 2 and where == "the training data" and not several:
+        raise DataError(f"all records of {where} have the label {next(iter(counts))!r}: bring records of another")
+    shown = ", ".join(f"{name} {number:,}" for name, number in counts.most_common(SHOWN))
+    absent = len(names) - len(counts)
+    return f"labels of {where}: {shown}" + (f"; {absent} of --labels have no record" if absent else "")
+
+
+def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Objective:
+    """Return the objective instead of the plain one."""
+    own, measure = plan.args.own["heads"], plan.own["heads"]
+    common, measure = (plain.num_sources, mesh.grad_ranks), None if measure is None else measure.create
+    if plan.args.training.objective == "embed":
+        return Embedding(*common, temperature=own.embed_temperature, group=mesh.data_group, recall=measure)
+    return Classification(
+        *common,
+        names=tuple(names_of(own)),
+        is_multiple=is_multiple(own),
+        f1=measure,
+    )
+
+
+class Frozen(SessionPart):
+    """Freezes the output layer, which no loss reaches."""
+
+    def built(self, model: LlavaModel) -> None:
+        inputs, outputs = model.language_model.get_input_embeddings(), model.language_model.get_output_embeddings()
+        if outputs.weight is not inputs.weight:
+            outputs.requires_grad_(False)
+
+
+class WriteLabels(Hook):
+    """Writes the labels beside the exported head, as transformers' config.json has them."""
+
+    def after_export(self) -> None:
+        if self.training.objective != "classify":
+            return
+        own = self.session.plan.args.own["heads"]
+        found = {"problem_type": own.problem_type, "id2label": dict(enumerate(names_of(own)))}
+        plan, ranks = self.session.plan, self.session.ranks
+        broadcast_from_first(ranks, lambda: write_whole(plan.output_dir / LABELS_FILE, json.dumps(found, indent=1)))
+
+
+extension = Extension(
+    open_data=open_groups,
+    module=head,
+    complete=check_data,
+    objective=objective,
+    part=Frozen,
+    hooks=((Phase.SAVE, WriteLabels),),
+)
