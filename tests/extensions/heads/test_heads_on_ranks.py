@@ -274,7 +274,8 @@ def test_training_is_the_textbooks(runs, textbook, at):
     assert len(found) == STEPS
     for name in exact[0]:
         most = max(abs(row[name] - other[name]) for row, other in zip(found, exact))
-        assert most < 1e-6 * max(1.0, max(other[name] for other in exact)), (name, most)
+        close = 5e-6 if name == "grad_norm" else 1e-6  # gradients are float32
+        assert most < close * max(1.0, max(other[name] for other in exact)), (name, most)
 
 
 @pytest.mark.parametrize("kind", KINDS)
