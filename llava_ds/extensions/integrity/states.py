@@ -53,8 +53,9 @@ class States:
         if flat is not None:
             yield Entry(flat, [pair for sizes in self.sizes for pair in sizes])
             return
-        for group in getattr(self.optimizer, "averaged_gradients", {}).values():
-            yield from (Entry(each, [("its shard", each.numel())]) for each in group or ())
+        for name in ("averaged_gradients", "all_grad_tensors"):  # ZeRO-1 and 2: of the step, and while it accumulates
+            for group in getattr(self.optimizer, name, {}).values():
+                yield from (Entry(each, [("its shard", each.numel())]) for each in group or ())
         for p, name in self.names.items():
             gradient = p.grad if p.grad is not None else getattr(p, "grad_accum", None)
             if gradient is not None:
