@@ -8,13 +8,14 @@ import importlib.util
 import os
 import re
 import sys
-import traceback
+import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 from llava_ds.config.arguments import FLAGS, Arguments
+from llava_ds.config.plugin_calls import check_class, checked, error_of_plugin
 from llava_ds.constants import ConfigError, did_you_mean
 from llava_ds.extensions import active
 from llava_ds.extensions.base import (
@@ -111,7 +112,6 @@ def _load(name: str, file: _File) -> None:
                 f"{where}: choices of {flag!r}: give a value of a class of extensions/plugin_slots.py's "
                 f"{CHOICES[flag].__name__}"
             )
-    module.extension = _named(extension, where)
     module.Flags = _flags(name, flags, extension, where)
     spelled = [
         word.removeprefix("--")
@@ -131,6 +131,7 @@ def _load(name: str, file: _File) -> None:
     try:
         active.flags_class(name)
         active.active([name])
+        module.extension = _checked(extension, module)
     except ConfigError:
         _forget(name)
         raise
@@ -150,24 +151,25 @@ def _check_slots(extension: Extension, where: str) -> None:
         if (value := getattr(extension, slot)) is not None and not isinstance(value, kind):
             file = kind.__module__.rpartition(".")[2]
             raise ConfigError(f"{where}: {slot}: give a value of extensions/{file}.py's {kind.__name__}")
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in extension.hooks):
+        raise ConfigError(f"{where}: hooks: give pairs of a Phase and a class: ((Phase.LOG, MyHook),)")
+    names = getattr(extension.fields, "names", ())
+    if not isinstance(names, (tuple, list)):
+        raise ConfigError(f"{where}: fields: names is {names!r}: give a tuple of keys: ({names!r},)")
 
 
-def _named(extension: Extension, where: str) -> Extension:
-    """Return the extension with builders whose errors name their slot, not the folder being opened."""
-
-    def named(build: Callable, slot: str, *given: object) -> object:
-        try:
-            return build(*given)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(f"{where}: {slot}: {type(error).__name__}: {error}") from error
-
-    for flag, kind in extension.choices.items():
-        kind.build = functools.partial(named, kind.build, f"choices of {flag!r}")
-    if extension.module is None:
-        return extension
-    return dataclasses.replace(extension, module=functools.partial(named, extension.module, "module"))
+def _checked(extension: Extension, module: ModuleType) -> Extension:
+    """Check the arguments of all functions, and return the extension with functions whose results are checked."""
+    values = map(type, (extension.wrap, extension.fields, *extension.choices.values()))
+    for kind in (extension.part, *(hook for _, hook in extension.hooks), *values):
+        if isinstance(kind, type) and kind.__module__ == module.__name__:
+            check_class(kind)
+    functions = {}
+    for slot in CALLED:
+        if function := getattr(extension, slot):
+            takes, gives = typing.get_args(typing.get_args(Extension.__annotations__[slot])[0])
+            functions[slot] = checked(function, None if takes is ... else takes, gives, slot)
+    return dataclasses.replace(extension, **functions)
 
 
 def _run(name: str, file: _File) -> ModuleType:
@@ -180,11 +182,10 @@ def _run(name: str, file: _File) -> ModuleType:
         exec(compile(file.source, path, "exec"), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[full]
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        line = error.lineno if isinstance(error, SyntaxError) else (lines or [1])[-1]
-        raise ConfigError(
-            f"--plugin {path} can't be loaded: line {line}: {type(error).__name__}: {error}{_slot_hint(error)}"
-        ) from error
+        found = (
+            error_of_plugin(error, [str(path)]) or f"--plugin {path}:{error.lineno}: {type(error).__name__}: {error}"
+        )
+        raise ConfigError(found + _slot_hint(error)) from error
     return module
 
 
@@ -203,7 +204,9 @@ def _flags(name: str, given: object, extension: Extension, where: str) -> type[E
     is_class = isinstance(given, type) and issubclass(given, ExtensionFlags) and dataclasses.is_dataclass(given)
     if given is not None and not is_class:
         raise ConfigError(f"{where}: Flags: give a frozen dataclass of extensions/base.py's ExtensionFlags")
-    if given is None:
+    if is_class:
+        check_class(given)
+    else:
         given = dataclasses.make_dataclass("Flags", [], bases=(ExtensionFlags,), frozen=True)
     for field in dataclasses.fields(given):
         flag = field.metadata.get("flag")

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from llava_ds.batch import Batch, Inputs, Placing
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava_ds.extensions.active import no_fields
 from llava_ds.geometry import ImageOptions
 from llava_ds.layouts import MediaLayout
 
@@ -34,7 +35,7 @@ class LoadedSample:
     weights: torch.Tensor | None = None
     extra: Mapping[str, float] = field(default_factory=dict)
     shared: int = 0
-    own: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    own: Mapping[str, torch.Tensor | None] = field(default_factory=no_fields)
 
     @property
     def samples(self) -> tuple["LoadedSample", ...]:
@@ -176,8 +177,7 @@ def blank_tile(size: int) -> torch.Tensor:
 
 
 def _extra(samples: list[LoadedSample]) -> Inputs:
-    """Collect the samples' further values by name: numbers as (samples,) float64, 0 if a sample lacks one; tensors as a
-    list, None if a sample lacks one."""
+    """Collect further values by name: numbers (samples,) float64, 0 for a missing one; tensors in a list, or None."""
     names = dict.fromkeys(name for sample in samples for name in sample.extra)
     numbers = {name: [sample.extra.get(name, 0.0) for sample in samples] for name in names}
     own = {name: [sample.own.get(name) for sample in samples] for sample in samples for name in sample.own}

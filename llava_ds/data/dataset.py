@@ -52,7 +52,7 @@ from llava_ds.data.sample_index import PERCENTILES, TableIndex, index_of
 from llava_ds.data.seen_files import changed_files, changes_since
 from llava_ds.data.templates import resolve_template
 from llava_ds.data.token_runs import from_columns, weights_from_column
-from llava_ds.extensions.active import OF_OBJECTIVE, converters, plugins, record_fields
+from llava_ds.extensions.active import OF_OBJECTIVE, converters, no_fields, plugins, record_fields
 from llava_ds.files.urls import real_path
 from llava_ds.files.writing import run_folder
 from llava_ds.layouts import MediaLayout
@@ -388,11 +388,11 @@ class EncodedDataset(torch.utils.data.Dataset):
         return lines
 
 
-def _own_tensors(row: pa.Table) -> dict[str, torch.Tensor]:
-    """Return the tensors of plugins' fields of a record, by their names in Batch.extra."""
+def _own_tensors(row: pa.Table) -> dict[str, torch.Tensor | None]:
+    """Return the tensors of plugins' fields of a record, by their names in Batch.extra; None for a missing one."""
     found = json.loads(row.column(FIELDS)[0].as_py()) if FIELDS in row.column_names else {}
     tensors = {name: fields.load(found[name]) for name, fields in record_fields().items() if name in found}
-    return {f"{name}.{key}": tensor for name, each in tensors.items() for key, tensor in each.items()}
+    return no_fields() | {f"{name}.{key}": tensor for name, each in tensors.items() for key, tensor in each.items()}
 
 
 def _unread_lines(facts: dict[str, object]) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from llava_ds.config.arguments import Arguments, ModelArguments, adapted_parts, trains_projector_only
 from llava_ds.config.bounds import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.constants import ConfigError
-from llava_ds.extensions.active import active, text_part
+from llava_ds.extensions.active import active, text_part, values_of
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.open.model_plan import ModelPlan
@@ -113,7 +113,9 @@ def hf_container(plan: ModelPlan, image_options: ImageOptions) -> str:
 def own_vision(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) -> str:
     """Return why no class of transformers' has such a tower and projector, or ""."""
     if args.mm_projector_type != "mlp2x_gelu":
-        return f"transformers has no class with --mm_projector_type {args.mm_projector_type}: give mlp2x_gelu"
+        is_own = args.mm_projector_type.partition(":")[0] in values_of("mm_projector_type")
+        instead = "whoever opens the model needs its plugin's file" if is_own else "give mlp2x_gelu"
+        return f"transformers has no class with --mm_projector_type {args.mm_projector_type}: {instead}"
     if args.s2:
         return "transformers has no class with --s2 True: leave it out"
     if plan.tower.config.model_type == "siglip2_vision_model":

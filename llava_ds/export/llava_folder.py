@@ -12,7 +12,7 @@ from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, read_entries, renamed
 from llava_ds.export.tokenizer_files import write_generation_config, write_llava_tokenizer, write_variables
 from llava_ds.export.transformers_folder import plain_config, with_old_names
-from llava_ds.extensions.active import plugins, text_part
+from llava_ds.extensions.active import plugin_entries, text_part
 from llava_ds.files.writing import write_file, write_tensors
 from llava_ds.model.families.language import LLAVA_CLASSES
 from llava_ds.model.open import names as formats
@@ -60,7 +60,7 @@ def llava_config(
         "freeze_mm_mlp_adapter": args.freeze_mm_mlp_adapter,
         "unfreeze_mm_vision_tower": "vision_tower" in trained_parts(args),
         "llava_ds_version": args.version,  # LLaVA's own code uses the folder's name
-        **({"llava_ds_plugin": plugins()} if plugins() else {}),
+        **plugin_entries(args.mm_projector_type),
     }
 
 

@@ -29,7 +29,7 @@ from llava_ds.export.export_plan import ExportPlan, hf_container, own_vision
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, read_entries, renamed
 from llava_ds.export.tokenizer_files import VIDEO_TOKEN, hf_tokenizer, write_generation_config, write_hf_tokenizer
-from llava_ds.extensions.active import plugins, text_part
+from llava_ds.extensions.active import plugin_entries, text_part
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.open import names as formats
@@ -118,7 +118,7 @@ def _write_config(
     text_config = plain_config(text or plan.text_config, export.dtype)
     text_config["vocab_size"] = rows
     text_config["tie_word_embeddings"] = export.names.tied_in_hf
-    own: dict[str, object] = {}
+    own = plugin_entries(args.mm_projector_type)
     if kind == "llava":
         own["image_seq_length"] = plan.images.num_tokens
     else:
@@ -130,8 +130,6 @@ def _write_config(
         own["llava_ds_vocab_size"] = export.vocab_size  # for converting back without the added rows
     elif export.rows is not None:
         own["llava_ds_vocab_size"] = export.rows
-    if plugins():
-        own["llava_ds_plugin"] = plugins()
     if export.tower_name is not None:
         own["mm_vision_tower"] = export.tower_name
     CONFIGS[kind](

@@ -145,10 +145,25 @@ def plugins() -> dict[str, str]:
 OF_OBJECTIVE: "dict[str, RecordFields]" = {}
 
 
+def plugin_entries(projector: str) -> dict[str, object]:
+    """Return the entries of config.json about loaded plugins: all, and those without which the model answers the same.
+
+    projector: the model's kind.
+    """
+    found, kind = plugins(), projector.partition(":")[0]
+    free = [name for name in found if name != kind and not flags_class(name).differs]
+    return {"llava_ds_plugin": found, "llava_ds_answers_without": free} if found else {}
+
+
 def record_fields() -> "dict[str, RecordFields]":
     """Return the further keys of records that loaded plugins and the objective read, by plugin or objective."""
     found = {name: _extension(name).fields for name in plugins()} | OF_OBJECTIVE
     return {name: fields for name, fields in found.items() if fields is not None}
+
+
+def no_fields() -> dict[str, None]:
+    """Return the keys of plugins' fields in Batch.extra, for a sample without them."""
+    return {f"{name}.{key}": None for name in plugins() for key in getattr(_extension(name).fields, "names", ())}
 
 
 def converters() -> "dict[str, RecordFields]":

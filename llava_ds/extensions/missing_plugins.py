@@ -1,4 +1,4 @@
-"""Models that were trained with --plugin are opened with it only."""
+"""Models that need a --plugin to answer are opened with it only."""
 
 import functools
 import os
@@ -8,18 +8,21 @@ from llava_ds.constants import ConfigError
 from llava_ds.extensions.active import plugins
 
 
-def refuse_missing(named: object, where: str) -> None:
-    """Raise ConfigError for a model that names plugins that are not loaded.
+def refuse_missing(config: dict[str, object], where: str) -> None:
+    """Raise ConfigError for a model that names plugins that are not loaded, and that it needs to answer.
 
-    named: llava_ds_plugin of its config.json, sha256 by name. Prints a line, once, for each with another content.
+    config: with the entries of active.plugin_entries(). Prints a line, once, for each plugin with another content.
     """
-    if not isinstance(named, dict) or not all(isinstance(each, str) for pair in named.items() for each in pair):
+    named, free = config["llava_ds_plugin"], config.get("llava_ds_answers_without", [])
+    is_valid = isinstance(named, dict) and all(isinstance(each, str) for pair in named.items() for each in pair)
+    if not (is_valid and isinstance(free, list)):
         raise ConfigError(f"{where}: llava_ds_plugin in config.json is not names with sha256: copy the folder again")
     now = plugins()
-    if missing := [f"{name}.py (sha256 {digest[:12]})" for name, digest in named.items() if name not in now]:
+    missing = [f"{name}.py (sha256 {digest[:12]})" for name, digest in named.items() if name not in [*now, *free]]
+    if missing:
         raise ConfigError(f"{where} was trained with a plugin, {' and '.join(missing)}: give its path as --plugin FILE")
     for name, digest in named.items():
-        if now[name] != digest:
+        if now.get(name, digest) != digest:
             _say(f"{where} was trained with another {name}.py (sha256 {digest[:12]}, --plugin has {now[name][:12]})")
 
 

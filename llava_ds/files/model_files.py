@@ -143,7 +143,7 @@ def read_config(file: Path, where: str) -> dict:
     if "llava_ds_plugin" in config:
         from llava_ds.extensions.missing_plugins import refuse_missing
 
-        refuse_missing(config["llava_ds_plugin"], where)
+        refuse_missing(config, where)
     with library_errors(where):
         _check_says(config, file)
     return _without_implementations(config)

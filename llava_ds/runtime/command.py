@@ -116,8 +116,11 @@ def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends
     if reads is not None:
         try:
             _read(reads)
-        except (ConfigError, DataError) as error:
-            exit_for_bad_input(error, program)
+        except Exception as error:
+            problem = str(error) if isinstance(error, (ConfigError, DataError)) else _of_plugin(error)
+            if problem is None:
+                raise
+            exit_for_bad_input(ConfigError(problem), program)
 
 
 def _read(reads: Callable[[list[str]], object]) -> None:
@@ -151,15 +154,22 @@ def exit_with(
     except KeyboardInterrupt:
         exit_for_interrupt()
     except Exception as error:
+        problem = None
         if "torch" in sys.modules:  # without torch these errors can't occur, and importing it takes seconds
             from llava_ds.runtime.determinism import about_nondeterministic
             from llava_ds.runtime.device_memory import is_out_of_memory, without_memory
 
             problem = without_memory(error) if is_out_of_memory(error) else about_nondeterministic(error)
-            if problem is not None:
-                exit_for_bad_input(ConfigError(problem), program)
+        if problem := problem or _of_plugin(error):
+            exit_for_bad_input(ConfigError(problem), program)
         exit_for_failure()
     sys.exit(code)
+
+
+def _of_plugin(error: Exception) -> str | None:
+    """Describe an error of a --plugin; None for others."""
+    calls = sys.modules.get("llava_ds.config.plugin_calls")
+    return None if calls is None else calls.error_of_plugin(error)
 
 
 def exit_for_interrupt() -> NoReturn:

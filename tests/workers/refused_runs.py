@@ -7,6 +7,7 @@ from pathlib import Path
 
 from run_many import load_train
 
+from llava_ds.config.plugin_calls import error_of_plugin
 from llava_ds.constants import ConfigError
 
 if __name__ == "__main__":
@@ -17,4 +18,6 @@ if __name__ == "__main__":
             found[name] = "not refused"
         except ConfigError as refused:
             found[name] = str(refused)
+        except Exception as error:
+            found[name] = error_of_plugin(error) or f"a traceback: {error!r}"
         Path(sys.argv[-1]).write_text(json.dumps(found))

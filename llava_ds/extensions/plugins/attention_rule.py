@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from llava_ds.batch import Batch, SharedPrompts
+from llava_ds.config.plugin_calls import returned
 from llava_ds.extensions.base import SessionPart
 from llava_ds.extensions.plugins.unproven import refuse_unproven
 from llava_ds.model.llava import LlavaModel
@@ -49,9 +50,15 @@ class AttentionRule(SessionPart):
 
     def _bounds(self, batch: Batch, options: dict[str, object]) -> dict[str, object]:
         """Return the arguments of the layers that replace the pack's. options: those so far."""
-        marks, starts = self.marks(batch).cpu(), options.get("cu_seqlens", batch.cu_seqlens)
+        marks, starts = self.marks(batch), options.get("cu_seqlens", batch.cu_seqlens)
+        if marks.shape != batch.input_ids.shape[1:] or marks.is_floating_point():
+            raise returned(self.marks, marks, f"a mark of every token, int64 ({batch.input_ids.shape[1]},)")
+        marks = marks.cpu()
         if (places := options.get("places")) is not None:  # a token that is gone has its predecessor's place
             marks = marks[places.cpu().diff(prepend=torch.tensor([-1])) > 0]
+        seen = self.sees(marks[1:], marks[:-1])
+        if seen.dtype != torch.bool or seen.shape != marks[1:].shape:
+            raise returned(self.sees, seen, f"bool in the arguments' shape, ({len(marks) - 1},)")
         found = segments_of(marks, starts.tolist(), self.sees)
         queries, keys = (torch.tensor([0, *each]).cumsum(0).int() for each in (found.queries, found.keys))
         none = torch.zeros(0, dtype=torch.int64)

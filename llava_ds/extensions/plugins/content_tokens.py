@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from llava_ds.batch import Batch
+from llava_ds.config.plugin_calls import returned
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.base import SessionPart
 from llava_ds.extensions.plugins.unproven import refuse_unproven
@@ -48,7 +49,16 @@ class ContentTokens(SessionPart):
                     f"{type(self).__name__} can't leave out tokens of {', '.join(others)}: give its plugin before "
                     "those with a rule of attention, and a model whose layers take embeddings alone"
                 )
-            embeds, stays = self.choose(model, batch, embeds)
+            found = self.choose(model, batch, embeds)
+            shapes = [getattr(each, "shape", None) for each in found]
+            if shapes != [embeds.shape, embeds.shape[1:2]] or found[1].dtype != torch.bool:
+                expected = f"embeddings {tuple(embeds.shape)} and the tokens that stay, bool ({embeds.shape[1]},)"
+                raise returned(self.choose, found, expected)
+            embeds, stays = found
+            may_go = torch.zeros_like(stays).index_fill(0, batch.placing.positions, True)
+            may_go &= may_go.roll(1).index_fill(0, batch.cu_seqlens[:-1].long(), False)  # not an image's first token
+            if not bool((stays | may_go).all()):
+                raise returned(self.choose, stays, "True for tokens of texts and for an image's first token")
             fewer = layout_without(batch, stays)
             return embeds.index_select(1, stays.nonzero()[:, 0]), {name: fewer[name] for name in (*options, *LAYOUT)}
 
@@ -62,10 +72,7 @@ def layout_without(batch: Batch, stays: torch.Tensor) -> dict[str, object]:
     """
     places = stays.cumsum(0) - 1  # (T,)
     cu_seqlens = F.pad(places.index_select(0, batch.cu_seqlens[1:].long() - 1) + 1, (1, 0))
-    lengths, is_text = tuple(cu_seqlens.diff().tolist()), torch.ones_like(stays)
-    is_text[batch.placing.positions] = False
-    if 0 in lengths or not bool((stays | ~is_text).all()):
-        raise ConfigError("a plugin's choose() leaves out tokens of a text: only image positions may go")
+    lengths = tuple(cu_seqlens.diff().tolist())
     firsts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
     return {
         "places": places,

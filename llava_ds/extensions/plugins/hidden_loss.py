@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from llava_ds.batch import Batch
+from llava_ds.config.plugin_calls import returned
 from llava_ds.model.heads import Head
 from llava_ds.train.objectives.objective import MicroLoss, Wrapped
 
@@ -19,11 +20,11 @@ Values = Callable[[nn.Module, torch.Tensor, Batch], torch.Tensor]
 class HiddenLoss(Wrapped):
     """Adds a loss on the last hidden states at some positions, and logs its mean as `name`.
 
-    at: returns the positions of a batch, (n,) in T; values: returns the loss at each, (n,), from the model, the hidden
-    states (n, D) there and the batch; it is called once in every forward pass, also for no positions, and runs
+    at: returns the positions of a batch, (n,) in T, int64; values: returns the loss at each, (n,), from the model, the
+    hidden states (n, D) there and the batch; it is called once in every forward pass, also for no positions, and runs
     modules of the model equally often on every rank. A sample counts as its mean over its positions times its number
     of supervised tokens: so the step's loss grows by weight times the mean, and does not depend on how samples are
-    packed. The warm-up does not try its memory.
+    packed. The warm-up does not try its memory. Raises ConfigError for other shapes and types.
     """
 
     name: str
@@ -57,14 +58,22 @@ class _Beside:
 
     def positions(self, batch: Batch) -> torch.Tensor:
         """Return the head's positions, followed by the loss's: (n0 + n,)."""
-        return torch.cat([self.head.positions(batch), self.at(batch)])
+        at = self.at(batch)
+        if not (isinstance(at, torch.Tensor) and at.dtype == torch.int64 and at.ndim == 1):
+            expected = (
+                f"positions among the {batch.input_ids.shape[1]} tokens, int64 (n,): of a mask, its nonzero()[:, 0]"
+            )
+            raise returned(self.at, at, expected)
+        return torch.cat([self.head.positions(batch), at])
 
     def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> tuple[Any, torch.Tensor]:
         """Return both results. hidden: (n0 + n, D)."""
         at = self.at(batch)
         own = len(hidden) - len(at)
-        result = self.head(model, hidden[:own], batch)
-        return result, sum_by_supervised(self.values(model, hidden[own:], batch).float(), at, batch)
+        result, values = self.head(model, hidden[:own], batch), self.values(model, hidden[own:], batch)
+        if not (isinstance(values, torch.Tensor) and values.shape == at.shape and values.device == at.device):
+            raise returned(self.values, values, f"a loss for each position, ({len(at)},) on {at.device}")
+        return result, sum_by_supervised(values.float(), at, batch)
 
 
 def sum_by_supervised(values: torch.Tensor, at: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -6,15 +6,18 @@ change, and logits that the exported model won't give. No number of the run chan
 
 import itertools
 import math
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 
-from llava_ds.constants import ConfigError
+from llava_ds.config.plugin_calls import error_of_plugin, returned
+from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.loader import micro_batches
 from llava_ds.engine.runner import Runner
@@ -22,14 +25,16 @@ from llava_ds.engine.warm_up import discard_gradients
 from llava_ds.extensions.active import plugins
 from llava_ds.extensions.plugins.stored_modules import StoredModules, is_own, slot_of
 from llava_ds.model.heads import Logits
+from llava_ds.runtime.device_memory import is_out_of_memory
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, gather
-from llava_ds.train.objectives.objective import Objective, Wrapped
+from llava_ds.tracking.series import COLUMNS
+from llava_ds.train.objectives.objective import MicroLoss, Objective, Wrapped
 from llava_ds.train.plan import Plan
 
-WITH_IMAGES, WITHOUT = 2, 1  # samples that are tried
+TRIED, SEEN = 3, 256  # samples that are tried, and of each kind those that they are chosen from
 # Largest relative difference by the dtype of the computation; rounding depends on the layout of a pack.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 FOR_GRADIENTS = 5  # times as much
 LEAVE_OUT = "or give --check_plugin False to train without this check"
 
@@ -39,11 +44,10 @@ def prove(plan: Plan, runner: Runner, objective: Objective, ranks: Ranks, mesh: 
     dataset, traits = plan.steps.dataset, plan.args.traits
     if ranks.world_size > mesh.dp or not dataset.is_whole or traits.draws:
         return ["plugins are not checked before training: the samples are not known before, or ranks share them"]
-    images = itertools.islice(dataset.positions(images=True), WITH_IMAGES)
-    samples = [*images, *itertools.islice(dataset.positions(images=False), WITHOUT)]
+    samples = _different(dataset)
     trial = Trial(plan, runner, objective, ranks, list(_batches(dataset, samples, ranks, mesh)))
     model = runner.engine.module
-    with _without_dropout(model), _same_buffers(model), StoredModules.of(plan, model, ranks) as stored:
+    with _blaming(plan), _without_dropout(model), _same_buffers(model), StoredModules.of(plan, model, ranks) as stored:
         packed, alone = trial.layouts()
         trial.compare(packed, alone)
         reached = {name for each in (packed, alone) for name in each.gradients if is_own(name)}
@@ -92,18 +96,26 @@ class Trial:
         )
 
     def compare(self, packed: Sums, alone: Sums) -> None:
-        """Raise ConfigError if a number or a gradient differs."""
-        if found := self.difference(packed, alone):
-            many = len(self.batches) - 1
-            raise ConfigError(
-                f"--plugin {self._slot()}: {found[0]} of {many} samples in one pack is {found[1]:g}, but {found[2]:g} "
-                "over the same samples alone: a sample's part must not depend on the others (Batch.cu_seqlens has "
-                f"their starts); mend it, {LEAVE_OUT}"
+        """Raise ConfigError for numbers or gradients that are not finite, or differ, and for a loss without any."""
+        what = f"of {len(self.batches) - 1} samples"
+        numbers = [item for each in (packed, alone) for item in reversed(each.numbers.items())]
+        if bad := [item for item in numbers if not math.isfinite(item[1])]:
+            why = f"{bad[0][0]} {what} is not finite, {value:g}: look for a division by zero, also with no positions"
+        elif (found := self.difference(packed, alone)) is None:
+            return
+        elif again := self.difference(packed, self._run(self.batches[0])):
+            why = f"{again[0]} {what} is {again[1]:g}, and {again[2]:g} when computed again: draw no random numbers"
+        else:
+            why = (
+                f"{found[0]} {what} in one pack is {found[1]:g}, but {found[2]:g} over the same samples alone: a "
+                "sample's part must not depend on the others (Batch.cu_seqlens has their starts); mend it"
             )
+        raise ConfigError(f"--plugin {self._slot()}: {why}, {LEAVE_OUT}")
 
     def difference(self, packed: Sums, alone: Sums) -> tuple[str, float, float] | None:
         """Return the name and both values of a number or gradient norm that differs."""
         tolerance = TOLERANCE[self.plan.resolved.compute_dtype]
+        tolerance *= 10 if tolerance == 1e-4 and torch.backends.cuda.matmul.allow_tf32 else 1
         for name, value in packed.numbers.items():
             if not abs(value - alone.numbers[name]) <= tolerance * max(abs(value), abs(alone.numbers[name])):
                 return name, value, alone.numbers[name]
@@ -156,6 +168,7 @@ class Trial:
         """Run a micro-batch forward and backward; the optimizer sees gradients of zero."""
         engine, seen, hooks = self.runner.engine, {}, []
         numbers: dict[str, float] = {}
+        before = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
 
         def watch(name: str, gradient: torch.Tensor) -> torch.Tensor:
             if is_own(name) or gradient.ndim < 2:  # and a few small ones
@@ -168,6 +181,7 @@ class Trial:
         try:
             with discard_gradients(engine):
                 micro = self.objective.forward(engine, batch)
+                _check_micro(self.objective, micro)
                 numbers["loss"] = float(micro.loss_sum.detach())
                 metrics = self.plan.args.traits.metrics  # these need not add up
                 numbers |= {name: float(value) for name, value in micro.metrics.items() if name not in metrics}
@@ -176,7 +190,38 @@ class Trial:
         finally:
             for hook in hooks:
                 hook.remove()
+        if changed := [name for name, value in before.items() if not torch.equal(value, getattr(batch, name))]:
+            slots = _with_slot(self.plan, "part", "objective", "wrap")
+            raise ConfigError(f"--plugin {slots}: changes Batch.{changed[0]} in place: clone() it first, {LEAVE_OUT}")
         return Sums(numbers, seen)
+
+
+def _check_micro(objective: Objective, micro: object) -> None:
+    """Raise ConfigError for what is no MicroLoss, and for numbers with the name of a column."""
+    expected = "a MicroLoss with a scalar loss_sum that has a gradient, and scalar tensors as metrics"
+    scalars = [micro.loss_sum, *micro.metrics.values()] if isinstance(micro, MicroLoss) else [None]
+    if not all(isinstance(each, torch.Tensor) and each.ndim == 0 for each in scalars) or not scalars[0].requires_grad:
+        raise returned(type(objective).forward, micro, expected)
+    if taken := COLUMNS & micro.metrics.keys():
+        raise ConfigError(f"--plugin: a number of the log is named {min(taken)}, like a column: give it another name")
+
+
+@contextmanager
+def _blaming(plan: Plan) -> Iterator[None]:
+    """Name the plugins for an error that none of their lines led to: they returned what other code can't use."""
+    try:
+        yield
+    except (ConfigError, DataError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error) or error_of_plugin(error):
+            raise
+        at = [frame for frame in traceback.extract_tb(error.__traceback__) if "llava_ds" in frame.filename][-1]
+        raise ConfigError(
+            f"--plugin {_with_slot(plan, 'part', 'objective', 'choices', 'wrap', 'module')}: a pass over a few samples "
+            f"fails in {at.filename}:{at.lineno}: {type(error).__name__}: {' '.join(str(error).split())}: look at the "
+            f"shape, dtype and device of what the plugin returned, {LEAVE_OUT}"
+        ) from error
 
 
 def _innermost(objective: Objective) -> Objective:
@@ -227,6 +272,20 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
     yield
     for each, value in zip(names, before):
         setattr(*each, value)
+
+
+def _different(dataset: EncodedDataset) -> list[int]:
+    """Choose samples, none long, that differ in supervised tokens, tokens and images: equal ones hide a dependence."""
+    seen = [i for images in (True, False) for i in itertools.islice(dataset.positions(images), SEEN)]
+    index, chosen = dataset.index, [0]
+    longest = 2 * np.median(index.lengths[seen])
+    seen = [i for i in seen if index.num_targets[i] and index.lengths[i] <= longest] or seen
+    numbers = np.log1p(np.stack([index.num_targets, index.lengths, index.num_images.astype(float) * 10], 1)[seen])
+    while len(chosen) < min(TRIED, len(seen)):
+        nearest = np.abs(numbers[:, None] - numbers[chosen]).sum(2).min(1)
+        nearest[chosen] = -1
+        chosen.append(int(nearest.argmax()))
+    return [seen[i] for i in chosen]
 
 
 def _batches(dataset: EncodedDataset, samples: list[int], ranks: Ranks, mesh: Mesh):

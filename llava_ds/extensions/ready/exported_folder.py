@@ -16,7 +16,7 @@ from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, renamed, turned
 from llava_ds.export.tokenizer_files import write_json
-from llava_ds.extensions.active import plugins
+from llava_ds.extensions.active import plugin_entries
 from llava_ds.extensions.ready.families.qwen_vl import pixel_bounds
 from llava_ds.extensions.ready.family import ReadyModel
 from llava_ds.extensions.ready.ready_images import ReadyImageOptions
@@ -189,9 +189,7 @@ def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, h
         for name in ("dtype", "torch_dtype"):
             if name in part:
                 part[name] = config["dtype"]
-    if plugins():
-        config["llava_ds_plugin"] = plugins()
-    write_json(output_dir / "config.json", config)
+    write_json(output_dir / "config.json", config | plugin_entries(export.args.mm_projector_type))
     _write_stop(export.model.tokenizer, config, output_dir)
     return written
 

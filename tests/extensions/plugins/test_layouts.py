@@ -207,13 +207,49 @@ def test_left_out_tokens_come_before_a_rule():
         trained("qwen3", batch, before)
 
 
-def test_text_is_not_left_out():
+@pytest.mark.parametrize("gone", [1, 2, 16])
+def test_text_and_an_images_first_token_are_not_left_out(gone):
     class Wrong(Fewer):
         def choose(self, model, batch, embeds):
-            return embeds, torch.arange(embeds.shape[1]) != 1
+            return embeds, torch.arange(embeds.shape[1]) != gone
 
-    with pytest.raises(ConfigError, match="leaves out tokens of a text: only image positions may go"):
+    with pytest.raises(ConfigError, match=r"Wrong.choose returned .* expected True for tokens of texts and for an im"):
         trained("qwen3", collate(samples_of(), OPTIONS), Wrong().built)
+
+
+def test_what_a_layout_returns_has_its_shape():
+    batch = collate(samples_of(), OPTIONS)
+
+    class Short(Fewer):
+        def choose(self, model, batch, embeds):
+            return embeds[:, :-1], super().choose(model, batch, embeds)[1]
+
+    class Numbers(ByTable):
+        def marks(self, batch):
+            return batch.input_ids
+
+        def sees(self, query, key):
+            return query * key
+
+    class Wide(Numbers):
+        marks = ByTable.marks
+
+    for part, found in (
+        (
+            Short(),
+            r"Short.choose returned \(tensor.*, expected embeddings \(1, 53, \d+\) and the tokens that stay, bool",
+        ),
+        (
+            Numbers(TABLES[0]),
+            r"Numbers.marks returned int64 \(1, 53\) on cpu, expected a mark of every token, int64 \(53,\)",
+        ),
+        (
+            Wide(TABLES[0]),
+            r"Numbers.sees returned int64 \(52,\) on cpu, expected bool in the arguments' shape, \(52,\)",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=found):
+            trained("qwen3", batch, part.built)
 
 
 @pytest.mark.parametrize(

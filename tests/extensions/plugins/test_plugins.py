@@ -1,10 +1,14 @@
 """--plugin: a file beside the data is an extension, and a slip in it is refused by name."""
 
+import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import toys
@@ -15,16 +19,34 @@ from safetensors.torch import save_file
 from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.config.arguments import every_flag
 from llava_ds.config.parsing import build_parser, parse_arguments
+from llava_ds.config.plugin_calls import error_of_plugin
 from llava_ds.config.plugins import load
-from llava_ds.constants import ConfigError
+from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import collate
-from llava_ds.extensions.active import active, flags_class, plugins
+from llava_ds.extensions.active import active, flags_class, plugin_entries, plugins
 from llava_ds.extensions.missing_plugins import refuse_missing
+from llava_ds.extensions.plugins.hidden_loss import _Beside
+from llava_ds.extensions.plugins.proof import _different
 from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.files.model_files import read_config
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples" / "plugins").glob("*.py"))
+NO_FLAGS = "from llava_ds.extensions.base import *\nfrom llava_ds.extensions.plugin_slots import *\n"
+DIFFERS = """
+from dataclasses import dataclass
+@dataclass(frozen=True)
+class Flags(ExtensionFlags):
+    differs = "it adds"
+extension = Extension()
+"""
+DIFFERS = NO_FLAGS + DIFFERS
+PROJECTOR = """
+class Kind(ProjectorKind):
+    def build(self, option, tower_width, width): ...
+extension = Extension(choices={'mm_projector_type': Kind()})
+"""
+PROJECTOR = NO_FLAGS + PROJECTOR
 NEEDED = ["--output_dir", "out", "--deepspeed_config", str(CONFIGS / "zero2.json")]
 FLAGS = """
 from dataclasses import dataclass
@@ -109,9 +131,9 @@ def with_class(base: str, method: str, slot: str) -> str:
 
 
 BROKEN = {
-    "import nothing_here": "can't be loaded: line 1: ModuleNotFoundError: No module named 'nothing_here'",
-    "x = (": "can't be loaded: line 1: SyntaxError: '(' was never closed",
-    "\nraise SystemExit(3)": "can't be loaded: line 2: SystemExit: 3",
+    "import nothing_here": "idea.py:1 in <module>: ModuleNotFoundError: No module named 'nothing_here'",
+    "x = (": "idea.py:1: SyntaxError: '(' was never closed",
+    "\nraise SystemExit(3)": "idea.py:2 in <module>: SystemExit: 3",
     "x = 1": "has no value named extension: write extension = Extension(...)",
     "extension = 3": "has extension = 3: write",
     with_slots("hoks=()"): "unexpected keyword argument 'hoks': did you mean hooks",
@@ -140,6 +162,18 @@ BROKEN = {
     with_class("RecordFields", "conver", "fields=Own()"): "Own: nothing reads conver: did you mean convert",
     with_class("ProjectorKind", "strides", "choices={'mm_projector_type': Own()}"): "strides: did you mean stride",
     with_class("Hook", "after_steps", "hooks=((Phase.LOG, Own),)"): "reads after_steps: did you mean after_step",
+    with_class("SessionPart", "built", "part=Own"): "Own.built takes (self), but is called with (self, model): write",
+    with_class("Hook", "after_step", "hooks=((Phase.LOG, Own),)"): "Own.after_step takes (self), but is called with",
+    with_class("Wrap", "trains", "wrap=Own()"): "Own.trains takes (self), but is called with (self, model, args)",
+    with_class("RecordFields", "load", "fields=Own()"): "Own.load takes (self), but is called with (self, values)",
+    with_class("ProjectorKind", "stride", "choices={'mm_projector_type': Own()}"): "is called with (self, option)",
+    with_class("ProjectorKind", "_own", "choices={'mm_projector_type': Own()}"): "Own has no build: define build(self,",
+    with_class("AttentionRule", "_own", "part=Own"): "idea.py: Own has no marks: define marks(self, batch",
+    with_class("ContentTokens", "_own", "part=Own"): "idea.py: Own has no choose: define choose(self, model",
+    with_slots("module=lambda text: None"): "takes (text), but is called with (PreTrainedConfig, TowerPlan, ModelArg",
+    with_slots("hooks=(Phase.LOG, Hook)"): "hooks: give pairs of a Phase and a class: ((Phase.LOG, MyHook),)",
+    FLAGS
+    + "class Own(RecordFields):\n    names = ('side')\nextension = Extension(fields=Own())": "tuple of keys: ('side',)",
     WHOLE + "Flags.needz = {}": "Flags: nothing reads needz: did you mean needs",
     WHOLE + "Flags.needs = {'whole': ''}": "unknown property 'whole': did you mean whole_",
     WHOLE + "class Flags: ...": "Flags: give a frozen dataclass of extensions/base.py's ExtensionFlags",
@@ -157,6 +191,112 @@ def test_a_broken_file_is_refused_with_the_reason(tmp_path, text):
         parse("--plugin", write(tmp_path, text))
     assert BROKEN[text] in str(caught.value)
     assert not plugins()
+
+
+# By slot: what follows FLAGS, a call of it, and what is said of its result.
+RESULTS = {
+    "module": ("extension = Extension(module=lambda *_: None)", lambda one: one.module(1, 2, 3), "nn.Module"),
+    "objective": ("extension = Extension(objective=lambda *_: 3)", lambda one: one.objective(1, 2, 3), "Objective"),
+    "check": ("extension = Extension(check=lambda _: None)", lambda one: one.check(1), "Iterator[str]"),
+    "open_data": ("extension = Extension(open_data=lambda: None)", lambda one: one.open_data(), "EncodedDataset"),
+    "windows": (
+        "class Own(SessionPart):\n    def windows(self, *_): ...\nextension = Extension(part=Own)",
+        lambda one: one.part.windows(None, 1, 2, 3),
+        "Iterator[Window]",
+    ),
+    "groups": (
+        "class Own(Wrap):\n    def groups(self, groups): ...\nextension = Extension(wrap=Own())",
+        lambda one: one.wrap.groups([]),
+        "list[dict]",
+    ),
+    "load": (
+        "class Own(RecordFields):\n    def load(self, values): return [3]\nextension = Extension(fields=Own())",
+        lambda one: one.fields.load({}),
+        "Mapping[str, Tensor]",
+    ),
+    "stride": (
+        PROJECTOR.replace("def build", "def stride(self, option): return '2'\n    def build"),
+        lambda one: one.choices["mm_projector_type"].stride("4"),
+        "int",
+    ),
+}
+
+
+@pytest.mark.parametrize("slot", RESULTS)
+def test_a_wrong_result_is_refused_with_its_function(tmp_path, slot):
+    text, call, expected = RESULTS[slot]
+    load([write(tmp_path, FLAGS + text)])
+    with pytest.raises(
+        (ConfigError, DataError), match=r"idea.py:\d+ in .* returned .*, expected " + re.escape(expected)
+    ):
+        call(active(["idea"]).extensions["idea"])
+
+
+def test_an_error_names_the_plugins_line(tmp_path):
+    text = """
+class Own(Hook):
+    def after_step(self, end): return {}[end]
+class Fields(RecordFields):
+    def load(self, values): return {"side": values["sdie"]}
+def at(batch): return batch.extra["idea.sdie"]
+extension = Extension(hooks=((Phase.LOG, Own),), fields=Fields(), plan=at, module=lambda *_: 1 / 0)
+"""
+    load([write(tmp_path, FLAGS + text)])
+    one = active(["idea"]).extensions["idea"]
+    with pytest.raises(ConfigError, match=r"idea.py:20 in <lambda>: ZeroDivisionError: division by zero"):
+        one.module(1, 2, 3)
+    with pytest.raises(DataError, match=r"idea.py:18 in Fields.load: KeyError: 'sdie'$"):
+        one.fields.load({})
+    batch = SimpleNamespace(extra={"idea.side": [None]})
+    for call, said in (
+        (lambda: one.hooks[0][1].after_step(None, 3), "idea.py:16 in Own.after_step: KeyError: 3"),
+        (
+            lambda: one.plan(batch),
+            "idea.py:19 in at: KeyError: 'idea.sdie' is no key of Batch.extra, which has idea.side",
+        ),
+    ):
+        with pytest.raises(KeyError) as caught:
+            call()
+        assert error_of_plugin(caught.value).endswith(said)
+    assert error_of_plugin(ValueError()) is None
+
+
+@pytest.mark.parametrize(
+    ("at", "values", "said"),
+    [
+        (lambda batch: batch.input_ids[0] > 0, None, r"bool \(5,\) on cpu, expected positions .* nonzero"),
+        (
+            lambda _: torch.arange(3),
+            lambda _, hidden, __: hidden[:, :1],
+            r"float32 \(3, 1\) on cpu, expected a loss for",
+        ),
+        (
+            lambda _: torch.arange(3),
+            lambda _, hidden, __: hidden.mean(),
+            r"float32 \(\) on cpu, expected a loss for each",
+        ),
+        (lambda _: torch.arange(3), lambda *_: None, "None, expected a loss for each position, \\(3,\\) on cpu"),
+    ],
+)
+def test_a_hidden_loss_of_another_shape_is_refused(at, values, said):
+    head = SimpleNamespace(positions=lambda _: torch.arange(0))
+    beside, batch = _Beside(lambda *_: 0, at, values), SimpleNamespace(input_ids=torch.ones(1, 5))
+    with pytest.raises(ConfigError, match=said):
+        dataclasses.replace(beside, head=head).positions(batch)
+        beside(None, torch.ones(3, 2), batch)
+
+
+def test_the_samples_of_the_check_differ():
+    numbers = {
+        "num_targets": [5, 5, 9, 90, 0, 6],
+        "lengths": [20, 20, 40, 400, 3, 21],
+        "num_images": [1, 1, 2, 3, 0, 0],
+    }
+    index = SimpleNamespace(**{name: np.array(each) for name, each in numbers.items()})
+    dataset = SimpleNamespace(
+        index=index, positions=lambda images: np.flatnonzero((index.num_images > 0) == images).tolist()
+    )
+    assert _different(dataset) == [0, 5, 2]  # 3 is long, 4 has nothing to learn
 
 
 def test_a_file_that_is_none_is_refused(tmp_path):
@@ -209,10 +349,23 @@ def test_a_model_that_names_a_plugin_is_opened_with_it_only(tmp_path, capsys):
     for _ in range(2):
         read_config(config, "--model_path x")
     assert capsys.readouterr().err.count("--model_path x was trained with another idea.py (sha256 000000000000") == 1
-    refuse_missing(plugins(), "here")
+    refuse_missing({"llava_ds_plugin": plugins()}, "here")
     assert not capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"llava_ds_plugin in config.json is not names"):
-        refuse_missing(["idea"], "here")
+    for wrong in ({"llava_ds_plugin": ["idea"]}, {"llava_ds_plugin": {}, "llava_ds_answers_without": "idea"}):
+        with pytest.raises(ConfigError, match=r"llava_ds_plugin in config.json is not names"):
+            refuse_missing(wrong, "here")
+
+
+def test_a_model_is_opened_without_a_plugin_that_its_answers_do_not_need(tmp_path):
+    load([write(tmp_path, WHOLE), write(tmp_path, DIFFERS, "other"), write(tmp_path, PROJECTOR, "mine")])
+    entries = plugin_entries("mine:4")
+    assert entries == {"llava_ds_plugin": plugins(), "llava_ds_answers_without": ["idea"]}
+    assert plugin_entries("mlp2x_gelu")["llava_ds_answers_without"] == ["idea", "mine"]
+    load([])
+    assert plugin_entries("mlp2x_gelu") == {}
+    with pytest.raises(ConfigError, match=r"was trained with a plugin, other.py .* and mine.py"):
+        refuse_missing(entries, "here")
+    refuse_missing({**entries, "llava_ds_answers_without": ["idea", "other", "mine"]}, "here")
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
@@ -239,7 +392,7 @@ def test_every_script_takes_it(tmp_path, script):
     done = subprocess.run(
         [sys.executable, str(path), *words, "--plugin", write(tmp_path, "1 / 0")], capture_output=True, text=True
     )
-    assert done.returncode == 2 and "idea.py can't be loaded: line 1: ZeroDivisionError" in done.stderr
+    assert done.returncode == 2 and "idea.py:1 in <module>: ZeroDivisionError" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -299,7 +452,7 @@ def test_a_format_of_records_is_converted(tmp_path, tokenizer):
             assert len(dataset) == 3 and dataset.index.facts["unread"] == {}
         fingerprints.add(dataset.fingerprint)
         bad, wrong = (each["reason"] for each in dataset.rejections())
-        assert "is bad" in bad and "can't be converted by idea.py: TypeError" in wrong
+        assert "is bad" in bad and "idea.py:21 in Own.convert: TypeError" in wrong
     assert len(fingerprints) == 2
     load([])
     with pytest.raises(ConfigError, match="its records are of no known format"):
