@@ -100,7 +100,8 @@ class Trial:
         what = f"of {len(self.batches) - 1} samples"
         numbers = [item for each in (packed, alone) for item in reversed(each.numbers.items())]
         if bad := [item for item in numbers if not math.isfinite(item[1])]:
-            why = f"{bad[0][0]} {what} is not finite, {value:g}: look for a division by zero, also with no positions"
+            name, value = bad[0]
+            why = f"{name} {what} is not finite, {value:g}: look for a division by zero, also with no positions"
         elif (found := self.difference(packed, alone)) is None:
             return
         elif again := self.difference(packed, self._run(self.batches[0])):
