@@ -70,7 +70,7 @@ def checked(function: Callable, takes: object, gives: object, name: str) -> Call
         except TypeError:
             given = f"{signature}, but is called with ({', '.join(takes)})"
             raise ConfigError(f"{place(function)} takes {given}: write these arguments") from None
-    expected = gives if isinstance(gives, str) else inspect.formatannotation(gives, "collections.abc")
+    expected = gives if isinstance(gives, str) else inspect.formatannotation(gives).replace("collections.abc.", "")
     kind = TYPES.get(expected.partition("[")[0].rpartition(".")[2])
 
     @wraps(function)

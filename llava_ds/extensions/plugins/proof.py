@@ -104,7 +104,7 @@ class Trial:
             why = f"{name} {what} is not finite, {value:g}: look for a division by zero, also with no positions"
         elif (found := self.difference(packed, alone)) is None:
             return
-        elif again := self.difference(packed, self._run(self.batches[0])):
+        elif again := self.difference(packed, self._again()):
             why = f"{again[0]} {what} is {again[1]:g}, and {again[2]:g} when computed again: draw no random numbers"
         else:
             why = (
@@ -112,6 +112,11 @@ class Trial:
                 "sample's part must not depend on the others (Batch.cu_seqlens has their starts); mend it"
             )
         raise ConfigError(f"--plugin {self._slot()}: {why}, {LEAVE_OUT}")
+
+    def _again(self) -> Sums:
+        """Compute the pack again, with other random numbers."""
+        torch.manual_seed(1)  # no run follows
+        return self._run(self.batches[0])
 
     def difference(self, packed: Sums, alone: Sums) -> tuple[str, float, float] | None:
         """Return the name and both values of a number or gradient norm that differs."""

@@ -287,10 +287,6 @@ MISTAKES = {
         {"slots": MODULE, "values": " + Steep.apply(hidden.sum(1))", "extra": STEEP},
         r"steep.py: part \(the loss\): the gradient of .* of 3 samples in one pack is",
     ),
-    "averaged": (
-        {"slots": MODULE, "values": ".mean().expand(len(hidden))", "at": "placing.positions"},
-        r"averaged.py: part \(the loss\): .* of 3 samples in one pack is .* over the same samples alone",
-    ),
     "infinite": (
         {"slots": MODULE, "values": " / 0 * 0"},
         r"infinite.py: part \(the loss\): idea of 3 samples is not finite, nan: look for a division by zero",
