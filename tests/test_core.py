@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 116,
-    "imported lines": 19108,
+    "imported lines": 19135,
     "files at the end": 185,
     "lines at the end": 27715,
     "feature words": 61,
     "kernel files": 39,
     "kernel lines": 5819,
-    "all lines": 76914,
+    "all lines": 77136,
 }
 
 # What one reads to understand training.
