@@ -54,7 +54,7 @@ def test_what_was_hashed_is_not_read_again_while_it_stays(tmp_path, monkeypatch)
     assert sources.weight_hashes(args.replaced(dry_run=True), out, None) == {} and not out.exists()
     first = sources.weight_hashes(args, out, None)
     assert sources.weight_hashes(args, out, None) == first and len(read) == 2
-    (out / sources.HASHES_FILE).write_text("{")  # cut short
+    (out / "run" / sources.HASHES_FILE).write_text("{")  # cut short
     assert sources.weight_hashes(args, out, None) == first and len(read) == 4
     tower = Path(base["vision_tower"]) / "model.safetensors"
     os.utime(tower, ns=(0, 1))
@@ -95,7 +95,7 @@ def test_a_note_that_is_damaged_is_made_anew_and_kept_beside(tmp_path, damage, c
     base = toys.write_base(tmp_path / "base")
     args, out = llavas.arguments(base), tmp_path / "out"
     first = sources.weight_hashes(args, out, None)
-    note = out / sources.HASHES_FILE
+    note = out / "run" / sources.HASHES_FILE
     note.unlink()
     if damage == "folder":
         note.mkdir()
