@@ -28,7 +28,7 @@ MIXTURE = """datasets:
     image_folder: {scenes}
   - path: {scenes}/finetune.json
     image_folder: {scenes}
-    sampling_strategy: first:20%
+    sampling_strategy: first:4%
 """
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
