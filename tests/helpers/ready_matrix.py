@@ -82,10 +82,10 @@ def refusals(folder: Path) -> dict[str, dict[str, str]]:
 def page(cells: dict[str, dict[str, str]]) -> str:
     """Return docs/matrix.md."""
     reasons: dict[str, int] = {}
-    lines = [f"| | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
+    lines = [f"| |{'|'.join(COLUMNS)}|", f"|---|{'---|' * len(COLUMNS)}"]
     for row, of_row in cells.items():
         marks = [str(reasons.setdefault(why, len(reasons) + 1)) if why else "✓" for why in of_row.values()]
-        lines.append(f"| {row} | {' | '.join(marks)} |")
+        lines.append(f"|{row}|{'|'.join(marks)}|")
     return "\n".join([BEGIN + lines[0], *lines[1:], "", *(f"{number}. {why}" for why, number in reasons.items()), ""])
 
 
