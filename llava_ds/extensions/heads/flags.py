@@ -35,7 +35,6 @@ class Flags(ExtensionFlags):
     """Flags of classification and embeddings."""
 
     of_model: ClassVar = True
-    needs_text: ClassVar = True
     not_here: ClassVar = {
         "name the labels, with --labels": "--num_labels",
         "give --objective classify or embed": "--task_type",
