@@ -20,7 +20,7 @@ WORDS = {
     "slow": "is slow",
 }
 STAGES = {"zero0": (0, False), "zero2-bf16": (2, True), "zero3": (3, False)}
-NUMBER, FIRST, EVERY, SLOW = 10, 12, 3, 20  # faults of a kind, the first one's step, steps for one, for a slow rank
+NUMBER, FIRST, EVERY, SLOW = 4, 12, 3, 20  # faults of a kind, the first one's step, steps for one, for a slow rank
 
 
 @pytest.fixture(scope="module")
