@@ -146,10 +146,7 @@ OF_OBJECTIVE: "dict[str, RecordFields]" = {}
 
 
 def plugin_entries(projector: str) -> dict[str, object]:
-    """Return the entries of config.json about loaded plugins: all, and those without which the model answers the same.
-
-    projector: the model's kind.
-    """
+    """Return config.json's entries on plugins: all, and those that a model with this projector answers without."""
     found, kind = plugins(), projector.partition(":")[0]
     free = [name for name in found if name != kind and not flags_class(name).differs]
     return {"llava_ds_plugin": found, "llava_ds_answers_without": free} if found else {}

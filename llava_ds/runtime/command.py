@@ -168,8 +168,7 @@ def exit_with(
 
 def _of_plugin(error: Exception) -> str | None:
     """Describe an error of a --plugin; None for others."""
-    calls = sys.modules.get("llava_ds.config.plugin_calls")
-    return None if calls is None else calls.error_of_plugin(error)
+    return calls.error_of_plugin(error) if (calls := sys.modules.get("llava_ds.config.plugin_calls")) else None
 
 
 def exit_for_interrupt() -> NoReturn:
