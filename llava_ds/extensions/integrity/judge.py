@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 SLOW = 1.5  # times the median of all ranks
 SLOW_STEPS = 8  # latest steps by which speed is judged
+SLOW_FIRST = 3  # first steps of a start, which are left out: caches fill, kernels are chosen
 MOST_NAMED = 3  # parameters
 
 KINDS = {
@@ -71,11 +72,15 @@ class Speeds:
     def __init__(self) -> None:
         self._latest: deque[list[Report]] = deque(maxlen=SLOW_STEPS)
         self._known: set[int] = set()
+        self._to_skip = SLOW_FIRST
 
     def add(self, reports: list[Report]) -> dict[int, float]:
         """Add a step; return the ranks that have become slow, with their times as multiples of the median."""
+        if self._to_skip:
+            self._to_skip -= 1
+            return {}
         self._latest.append(reports)
-        # Medians, because the first steps and steps that write files take longer.
+        # Medians, because steps that write files take longer.
         paces = [statistics.median(each.spent_us / max(1, each.work) for each in own) for own in zip(*self._latest)]
         usual = statistics.median_low(paces)
         if len(self._latest) < SLOW_STEPS:
