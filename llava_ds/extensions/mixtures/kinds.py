@@ -22,7 +22,7 @@ class ExpertNames(NamedTuple):
 
 
 _PROJECTIONS = ExpertNames(("gate_proj", "up_proj", "down_proj"))
-# Mixtures of experts by model_type, the keys of table.py.
+# Mixtures of experts by model_type, as in table.py.
 EXPERTS = {
     "mixtral": ExpertNames(("w1", "w3", "w2"), ((".block_sparse_moe.", ".mlp."),)),
     "qwen2_moe": _PROJECTIONS,

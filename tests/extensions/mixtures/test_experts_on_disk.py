@@ -17,7 +17,8 @@ from llava_ds.model.open.folder import read_folder
 
 
 def test_the_table_has_the_model_types():
-    assert set(EXTENSIONS["mixtures"].text_types.split()) == EXPERTS.keys()
+    """Gemma 4 is found by its field enable_moe_block, because some of its sizes are dense."""
+    assert set(EXTENSIONS["mixtures"].text_types.split()) == EXPERTS.keys() - {"gemma4_text"}
 
 
 @pytest.mark.parametrize("family", toys.MIXTURES)
