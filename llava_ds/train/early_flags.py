@@ -27,8 +27,8 @@ def read_flags(argv: list[str]) -> None:
 def _refuse_impossible(problems: FlagProblems) -> None:
     """Raise ConfigError if the model refuses some of the flags.
 
-    If no further flag would help, only that reason is reported; a parallel axis that the model refuses is reported
-    first, followed by problems.
+    If no further flag would help, only that reason is reported; a folder that can't be used or a parallel axis that the
+    model refuses is reported first, followed by problems.
 
     problems: the command line's own, found without the model.
     """

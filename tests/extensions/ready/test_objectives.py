@@ -226,7 +226,7 @@ def test_distillation(ready, teacher, beta):
     from llava_ds.train.objectives.objective import SFT
 
     flags, rows = Flags(beta=beta, temperature=0.8, sft_alpha=0.3), ready.plan.text_config.vocab_size
-    part = SimpleNamespace(flags=flags, teacher=LiveTeacher(teacher.model, teacher.model, rows, flags.temperature))
+    part = SimpleNamespace(flags=flags, teacher=LiveTeacher(teacher.model, rows, flags.temperature))
     batch = collate([pair.chosen for pair in ready.pairs], ready.options)
     found = GKD(SFT(grad_ranks=1), part).forward(ready.model, batch)
 
