@@ -317,7 +317,11 @@ def test_ranks_that_share_are_refused_where_the_json_says_so(planned, name):
         ("preprocessor_config", {"max_soft_tokens": 151}, "max_soft_tokens 151, expected 1 to 150"),
         ("preprocessor_config", {"do_normalize": True, "image_mean": [0.5, 0.5, 0.5]}, "image_mean"),
         ("text_config", {"use_bidirectional_attention": "all"}, "all of its tokens see each other"),
-        ("text_config", {"enable_moe_block": True}, "llava_ds/extensions/mixtures was not found"),
+        (
+            "text_config",
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+            "llava_ds/extensions/mixtures was not found",
+        ),
     ],
 )
 def test_what_of_gemma_4_is_refused(file, change, wrong, tmp_path, monkeypatch):
