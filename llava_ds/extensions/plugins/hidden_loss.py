@@ -13,6 +13,7 @@ from llava_ds.config.plugin_calls import returned
 from llava_ds.model.heads import Head
 from llava_ds.train.objectives.objective import MicroLoss, Wrapped
 
+COUNTED = "plugins.counted"  # in Batch.extra, (samples,) bool: the samples that count in a check; absent: all
 Values = Callable[[nn.Module, torch.Tensor, Batch], torch.Tensor]
 
 
@@ -82,4 +83,5 @@ def sum_by_supervised(values: torch.Tensor, at: torch.Tensor, batch: Batch) -> t
     samples = torch.bucketize(at, batch.cu_seqlens[1:].to(at.dtype), right=True)  # (n,)
     counts = torch.bincount(samples, minlength=num_samples).clamp(min=1)
     targets = torch.bincount(batch.target_samples, minlength=num_samples)
+    targets = targets * batch.extra.get(COUNTED, 1)
     return (values * (targets / counts).float().index_select(0, samples)).sum()

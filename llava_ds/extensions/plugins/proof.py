@@ -7,15 +7,16 @@ change, and logits that the exported model won't give. No number of the run chan
 import itertools
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import nn
 
+from llava_ds.batch import Batch
 from llava_ds.config.plugin_calls import error_of_plugin, returned
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.dataset import EncodedDataset
@@ -23,13 +24,15 @@ from llava_ds.data.loader import micro_batches
 from llava_ds.engine.runner import Runner
 from llava_ds.engine.warm_up import discard_gradients
 from llava_ds.extensions.active import plugins
+from llava_ds.extensions.plugins.hidden_loss import HiddenLoss
+from llava_ds.extensions.plugins.isolation import Isolation, Owners, name_of, watching
 from llava_ds.extensions.plugins.stored_modules import StoredModules, is_own, slot_of
 from llava_ds.model.heads import Logits
 from llava_ds.runtime.device_memory import is_out_of_memory
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, gather
 from llava_ds.tracking.series import COLUMNS
-from llava_ds.train.objectives.objective import MicroLoss, Objective, Wrapped
+from llava_ds.train.objectives.objective import SFT, MicroLoss, Objective, Wrapped
 from llava_ds.train.plan import Plan
 
 TRIED, SEEN = 3, 256  # samples that are tried, and of each kind those that they are chosen from
@@ -37,6 +40,8 @@ TRIED, SEEN = 3, 256  # samples that are tried, and of each kind those that they
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 FOR_GRADIENTS = 5  # times as much
 LEAVE_OUT = "or give --check_plugin False to train without this check"
+NONE_READS = "; no sample depends on the others of its pack"
+NO_OTHERS = "a sample's part must not depend on the others (Batch.cu_seqlens has their starts); mend it"
 
 
 def prove(plan: Plan, runner: Runner, objective: Objective, ranks: Ranks, mesh: Mesh) -> list[str]:
@@ -45,11 +50,10 @@ def prove(plan: Plan, runner: Runner, objective: Objective, ranks: Ranks, mesh: 
     if ranks.world_size > mesh.dp or not dataset.is_whole or traits.draws:
         return ["plugins are not checked before training: the samples are not known before, or ranks share them"]
     samples = _different(dataset)
-    trial = Trial(plan, runner, objective, ranks, list(_batches(dataset, samples, ranks, mesh)))
+    trial = Trial(plan, runner, objective, ranks, mesh, list(_batches(dataset, samples, ranks, mesh)))
     model = runner.engine.module
     with _blaming(plan), _without_dropout(model), _same_buffers(model), StoredModules.of(plan, model, ranks) as stored:
-        packed, alone = trial.layouts()
-        trial.compare(packed, alone)
+        packed, alone, compared = trial.check_packing()
         reached = {name for each in (packed, alone) for name in each.gradients if is_own(name)}
         stored.check()
         trial.check_logits()
@@ -61,17 +65,18 @@ def prove(plan: Plan, runner: Runner, objective: Objective, ranks: Ranks, mesh: 
         )
     names = " and ".join(f"{name}.py" for name in plugins())
     return [
-        f"{names}: {' and '.join(packed.numbers)} of {len(samples)} samples in one pack as in a pack each, and the "
-        f"gradients; the loss reaches all {len(watched)} trained parameters; {stored.line} (--check_plugin)"
+        f"{names}: {' and '.join(packed.numbers)} of {len(samples)} samples {compared}; "
+        f"the loss reaches all {len(watched)} trained parameters; {stored.line} (--check_plugin)"
     ]
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums of a loss and of other numbers, and gradients, over some samples."""
+    """Sums of a loss and of other numbers over some samples, and gradients: of parameters, and at inputs."""
 
     numbers: dict[str, float]
     gradients: dict[str, torch.Tensor]
+    inputs: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -82,36 +87,96 @@ class Trial:
     runner: Runner
     objective: Objective
     ranks: Ranks
+    mesh: Mesh
     batches: list
 
-    def layouts(self) -> tuple[Sums, Sums]:
+    @cached_property
+    def _owners(self) -> Owners | None:
+        pack, *alone = self.batches
+        return None if pack.shared is not None else Owners.of(pack, alone)
+
+    def check_packing(self) -> tuple[Sums, Sums, str]:
+        """Return the sums over the pack and over the samples alone, and what was compared.
+
+        Raises ConfigError if a sample depends on others, though it does not without plugins.
+        """
+        packed, alone = self._layouts()
+        self._check_finite(packed, alone)
+        for fails, find in ((Trial._differ, partial(self._why, packed, alone)), (Trial._leak, self._leak)):
+            if (why := find()) is None:
+                continue
+            if self._fails_without_plugins(fails):
+                return packed, alone, "not compared between layouts of a pack, as the run's own loss mixes samples"
+            raise ConfigError(f"--plugin {self._slot(fails)}: {why}, {LEAVE_OUT}")
+        isolated = "" if self._owners is None or self.plan.args.training.objective != "sft" else NONE_READS
+        return packed, alone, f"in one pack as in a pack each, and the gradients{isolated}"
+
+    def _fails_without_plugins(self, fails: Callable[["Trial"], object]) -> bool:
+        """True for a loss of another extension that mixes samples, such as a balance of experts."""
+        plain = SFT(num_sources=self.objective.num_sources, grad_ranks=self.mesh.grad_ranks)
+        if type(own_loss := _without_plugins(self.objective, plain)) is SFT:
+            return False
+        with _plain_begin(self.runner.engine.module):
+            return bool(fails(replace(self, objective=own_loss))) and not fails(replace(self, objective=plain))
+
+    def _leak(self) -> str | None:
+        """Describe a sample's number or gradient that depends on others of its pack; None without one."""
+        pack, *alone = self.batches
+        if self.plan.args.training.objective != "sft" or self._owners is None:
+            return None  # other objectives compare answers
+        model = self.runner.engine.module
+
+        def run(batch: Batch) -> tuple[dict, dict]:
+            sums = self._run(batch)
+            return sums.numbers, sums.inputs
+
+        isolation = Isolation(model, pack, self._owners, run, self._values)
+        found = isolation.leak([self._values(batch) for batch in alone], self._tolerance)
+        return found and f"{found}: {NO_OTHERS}"
+
+    @property
+    def _tolerance(self) -> float:
+        """Largest relative difference of numbers."""
+        tolerance = TOLERANCE[self.plan.resolved.compute_dtype]
+        return tolerance * (10 if tolerance == 1e-4 and torch.backends.cuda.matmul.allow_tf32 else 1)
+
+    def _layouts(self) -> tuple[Sums, Sums]:
         """Return the sums over the pack, and over the samples alone."""
         packed, *alone = map(self._run, self.batches)
-        return packed, Sums(
+        inputs = {name_of(name, i): each.inputs[name] for i, each in enumerate(alone) for name in each.inputs}
+        return replace(packed, inputs=self._owners.split(packed.inputs) if self._owners else {}), Sums(
             {name: sum(each.numbers.get(name, 0.0) for each in alone) for name in packed.numbers},
             {
                 name: sum(each.gradients[name] for each in alone if name in each.gradients)
                 for name in {name: None for each in alone for name in each.gradients}
             },
+            inputs,
         )
 
-    def compare(self, packed: Sums, alone: Sums) -> None:
-        """Raise ConfigError for numbers or gradients that are not finite, or differ, and for a loss without any."""
-        what = f"of {len(self.batches) - 1} samples"
+    def _differ(self) -> tuple[str, float, float] | None:
+        """Compare the pack with its samples alone: see difference()."""
+        return self.difference(*self._layouts())
+
+    def _check_finite(self, packed: Sums, alone: Sums) -> None:
+        """Raise ConfigError for numbers that are not finite."""
         numbers = [item for each in (packed, alone) for item in reversed(each.numbers.items())]
         if bad := [item for item in numbers if not math.isfinite(item[1])]:
             name, value = bad[0]
-            why = f"{name} {what} is not finite, {value:g}: look for a division by zero, also with no positions"
-        elif (found := self.difference(packed, alone)) is None:
-            return
-        elif again := self.difference(packed, self._again()):
-            why = f"{again[0]} {what} is {again[1]:g}, and {again[2]:g} when computed again: draw no random numbers"
-        else:
-            why = (
-                f"{found[0]} {what} in one pack is {found[1]:g}, but {found[2]:g} over the same samples alone: a "
-                "sample's part must not depend on the others (Batch.cu_seqlens has their starts); mend it"
+            raise ConfigError(
+                f"--plugin {self._slot(Trial._differ)}: {name} of {len(self.batches) - 1} samples is not "
+                f"finite, {value:g}: look for a division by zero, also with no positions, {LEAVE_OUT}"
             )
-        raise ConfigError(f"--plugin {self._slot()}: {why}, {LEAVE_OUT}")
+
+    def _why(self, packed: Sums, alone: Sums) -> str | None:
+        """Describe a number or gradient that differs; None if all are equal."""
+        what = f"of {len(self.batches) - 1} samples"
+        if (found := self.difference(packed, alone)) is None:
+            return None
+        if again := self.difference(replace(packed, inputs={}), self._again()):
+            return f"{again[0]} {what} is {again[1]:g}, and {again[2]:g} when computed again: draw no random numbers"
+        return (
+            f"{found[0]} {what} in one pack is {found[1]:g}, but {found[2]:g} over the same samples alone: {NO_OTHERS}"
+        )
 
     def _again(self) -> Sums:
         """Compute the pack again, with other random numbers."""
@@ -120,20 +185,20 @@ class Trial:
 
     def difference(self, packed: Sums, alone: Sums) -> tuple[str, float, float] | None:
         """Return the name and both values of a number or gradient norm that differs."""
-        tolerance = TOLERANCE[self.plan.resolved.compute_dtype]
-        tolerance *= 10 if tolerance == 1e-4 and torch.backends.cuda.matmul.allow_tf32 else 1
+        tolerance = self._tolerance
         for name, value in packed.numbers.items():
             if not abs(value - alone.numbers[name]) <= tolerance * max(abs(value), abs(alone.numbers[name])):
                 return name, value, alone.numbers[name]
-        # float16's first loss scale may be too high for some
-        finite = [name for name, each in packed.gradients.items() if math.isfinite(float(each.sum()))]
-        wanted = {name: alone.gradients.get(name, torch.zeros(())) for name in finite}
-        norms = {name: norm for name in finite if math.isfinite(norm := float(wanted[name].norm()))}
-        least = max(norms.values(), default=0.0) / 100  # smaller ones are rounding
-        for name, norm in norms.items():
-            limit = FOR_GRADIENTS * tolerance * max(norm, least)
-            if not float((packed.gradients[name] - wanted[name].to(packed.gradients[name])).norm()) <= limit:
-                return f"the gradient of {name}", float(packed.gradients[name].norm()), norm
+        for gradients, others in ((packed.gradients, alone.gradients), (packed.inputs, alone.inputs)):
+            # float16's first loss scale may be too high for some
+            finite = [name for name, each in gradients.items() if math.isfinite(float(each.sum()))]
+            wanted = {name: others.get(name, torch.zeros(())) for name in finite}
+            norms = {name: norm for name in finite if math.isfinite(norm := float(wanted[name].norm()))}
+            least = max(norms.values(), default=0.0) / 100  # smaller ones are rounding
+            for name, norm in norms.items():
+                limit = FOR_GRADIENTS * tolerance * max(norm, least)
+                if not float((gradients[name] - wanted[name].to(gradients[name])).norm()) <= limit:
+                    return f"the gradient of {name}", float(gradients[name].norm()), norm
         return None
 
     def check_logits(self) -> None:
@@ -156,24 +221,21 @@ class Trial:
                 f"{LEAVE_OUT}"
             )
 
-    def _slot(self) -> str:
-        """Name the slot that makes packed samples differ: the one without which they don't."""
+    def _slot(self, fails: Callable[["Trial"], object]) -> str:
+        """Name the slot without which a test of the trial does not fail."""
         plain = replace(self, objective=_innermost(self.objective))
-        if plain.difference(*plain.layouts()) is None:
+        if not fails(plain):
             slot = "objective" if isinstance(self.objective, Wrapped) else "part"
             slot = "part" if any(each.part for each in self.plan.active.extensions.values()) else slot
             return f"{_with_slot(self.plan, slot)} (the loss)"
-        model = self.runner.engine.module
-        if "begin" in vars(model):
-            with _plain_begin(model):
-                if plain.difference(*plain.layouts()) is None:
-                    return f"{_with_slot(self.plan, 'part')} (model.begin)"
+        with _plain_begin(self.runner.engine.module):
+            if not fails(plain):
+                return f"{_with_slot(self.plan, 'part')} (model.begin)"
         return _with_slot(self.plan, "wrap", "choices", "module", "part")
 
-    def _run(self, batch) -> Sums:
+    def _run(self, batch: Batch) -> Sums:
         """Run a micro-batch forward and backward; the optimizer sees gradients of zero."""
         engine, seen, hooks = self.runner.engine, {}, []
-        numbers: dict[str, float] = {}
         before = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
 
         def watch(name: str, gradient: torch.Tensor) -> torch.Tensor:
@@ -185,12 +247,10 @@ class Trial:
             if parameter.requires_grad:
                 hooks.append(parameter.register_hook(partial(watch, name)))
         try:
-            with discard_gradients(engine):
+            with discard_gradients(engine), self._one_pass(), watching(engine.module, batch) as inputs:
                 micro = self.objective.forward(engine, batch)
                 _check_micro(self.objective, micro)
-                numbers["loss"] = float(micro.loss_sum.detach())
-                metrics = self.plan.args.traits.metrics  # these need not add up
-                numbers |= {name: float(value) for name, value in micro.metrics.items() if name not in metrics}
+                numbers = self._numbers(micro)
                 engine.set_gradient_accumulation_boundary(True)
                 engine.backward(micro.loss_sum, scale_wrt_gas=False)
         finally:
@@ -199,7 +259,38 @@ class Trial:
         if changed := [name for name, value in before.items() if not torch.equal(value, getattr(batch, name))]:
             slots = _with_slot(self.plan, "part", "objective", "wrap")
             raise ConfigError(f"--plugin {slots}: changes Batch.{changed[0]} in place: clone() it first, {LEAVE_OUT}")
-        return Sums(numbers, seen)
+        return Sums(numbers, seen, inputs)
+
+    @contextmanager
+    def _one_pass(self) -> Iterator[None]:
+        """Raise ConfigError for a second forward pass with gradients: ZeRO-3 can't add its gradients."""
+        passes = []
+
+        def count(*_: object) -> None:
+            passes.extend([1] * torch.is_grad_enabled())
+            if len(passes) > 1 and self.plan.resolved.zero_stage == 3:
+                raise ConfigError(
+                    f"--plugin {_with_slot(self.plan, 'objective', 'part')}: runs the model twice with gradients for a "
+                    "micro-batch, but ZeRO-3 adds gradients of one pass: put both losses in one (HiddenLoss), run the "
+                    f"other under torch.no_grad(), or use ZeRO-2, {LEAVE_OUT}"
+                )
+
+        handle = self.runner.engine.module.register_forward_pre_hook(count)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _values(self, batch: Batch) -> dict[str, float]:
+        """Compute the numbers of a micro-batch without gradients."""
+        engine = self.runner.engine
+        with torch.no_grad(), discard_gradients(engine):
+            return self._numbers(self.objective.forward(engine, batch))
+
+    def _numbers(self, micro: MicroLoss) -> dict[str, float]:
+        """Return the loss, and the metrics that add up."""
+        metrics = {name: value for name, value in micro.metrics.items() if name not in self.plan.args.traits.metrics}
+        return {name: float(value.detach()) for name, value in {"loss": micro.loss_sum, **metrics}.items()}
 
 
 def _check_micro(objective: Objective, micro: object) -> None:
@@ -236,6 +327,15 @@ def _innermost(objective: Objective) -> Objective:
     return objective
 
 
+def _without_plugins(objective: Objective, plain: Objective) -> Objective:
+    """Take away what plugins added. plain: in place of an objective that a plugin replaced."""
+    is_own = isinstance(objective, HiddenLoss) or type(objective).__module__.split(".")[2] in plugins()
+    if not isinstance(objective, Wrapped):
+        return plain if is_own else objective
+    inner = _without_plugins(objective.objective, plain)
+    return inner if is_own else replace(objective, objective=inner)
+
+
 def _with_slot(plan: Plan, *slots: str) -> str:
     """Name the plugins that have one of these slots, and the first that they have."""
     found = {name: [slot for slot in slots if getattr(each, slot)] for name, each in plan.active.extensions.items()}
@@ -246,11 +346,12 @@ def _with_slot(plan: Plan, *slots: str) -> str:
 @contextmanager
 def _plain_begin(model: nn.Module) -> Iterator[None]:
     """Take away a plugin's begin()."""
-    own = vars(model).pop("begin")
+    own = vars(model).pop("begin", None)
     try:
         yield
     finally:
-        model.begin = own
+        if own is not None:
+            model.begin = own
 
 
 @contextmanager
@@ -287,8 +388,11 @@ def _different(dataset: EncodedDataset) -> list[int]:
     longest = 2 * np.median(index.lengths[seen])
     seen = [i for i in seen if index.num_targets[i] and index.lengths[i] <= longest] or seen
     numbers = np.log1p(np.stack([index.num_targets, index.lengths, index.num_images.astype(float) * 10], 1)[seen])
+    has_images = index.num_images[seen] > 0
     while len(chosen) < min(TRIED, len(seen)):
         nearest = np.abs(numbers[:, None] - numbers[chosen]).sum(2).min(1)
+        if len(chosen) == TRIED - 1 and has_images[chosen].sum() < min(2, has_images.sum()):
+            nearest[~has_images] = -1  # an image alone has no other to depend on
         nearest[chosen] = -1
         chosen.append(int(nearest.argmax()))
     return [seen[i] for i in chosen]

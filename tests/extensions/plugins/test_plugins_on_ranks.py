@@ -264,6 +264,12 @@ class Doubled(Wrapped):
         micro = self.objective.forward(engine, batch)
         return micro._replace(loss_sum=micro.loss_sum * len(batch.sources))
 """
+TWICE = """
+class Twice(Wrapped):
+    def forward(self, engine, batch):
+        micro = self.objective.forward(engine, batch)
+        return micro._replace(loss_sum=micro.loss_sum + self.objective.forward(engine, batch).loss_sum)
+"""
 STEEP = """
 class Steep(torch.autograd.Function):
     @staticmethod
@@ -282,6 +288,19 @@ MISTAKES = {
     "leaky": (
         {"slots": MODULE, "values": " * len(hidden)"},
         r"leaky.py: part \(the loss\): loss of 3 samples in one pack is .* over the same samples alone",
+    ),
+    "rolled": (  # the sums and gradients of the pack are right
+        {"slots": MODULE, "values": ".roll(1)"},
+        r"rolled.py: part \(the loss\): the loss of sample 1 of 3 in one pack has a gradient at the token embeddings "
+        "of sample 3, which is not zero: a sample's part must not depend on the others",
+    ),
+    "averaged": (
+        {"slots": MODULE, "values": ".mean().expand(len(hidden))", "at": "placing.positions"},
+        r"averaged.py: part \(the loss\): .* in one pack ",
+    ),
+    "twice": (
+        {"slots": "objective=lambda plan, mesh, plain: Twice(plain)", "extra": TWICE},
+        r"twice.py: objective: runs the model twice with gradients for a micro-batch, but ZeRO-3 adds",
     ),
     "steep": (
         {"slots": MODULE, "values": " + Steep.apply(hidden.sum(1))", "extra": STEEP},
@@ -400,12 +419,13 @@ extension = Extension(objective=lambda plan, mesh, plain: Twice(plain))
 
 
 @pytest.mark.full
-def test_the_check_goes_with_dropout_pairs_and_drawn_answers(given, tmp_path):
+def test_the_check_goes_with_dropout_pairs_experts_and_drawn_answers(given, tmp_path):
     (tmp_path / "twice.py").write_text(HARMLESS)
     (tmp_path / "rules.py").write_text(RULES)
     cases = {
         "dropout": {"lora_enable": True, "lora_r": 4, "lora_dropout": 0.5},
         "pairs": {"objective": "dpo", **write_pairs(tmp_path / "pairs", 8)},
+        "experts": {**toys.write_base(tmp_path / "experts", family="qwen3_moe"), "router_aux_loss_coef": 0.1},
         "drawn": {"objective": "grpo", "reward_funcs": f"{tmp_path / 'rules.py'}:even", "max_completion_length": 4},
     }
     cases = {name: flags for name, flags in cases.items() if known(flags)}
@@ -414,7 +434,11 @@ def test_the_check_goes_with_dropout_pairs_and_drawn_answers(given, tmp_path):
         for name, more in cases.items()
     ]
     output = run_many(1, tmp_path / "launch", todo, finished=False)
-    assert output.count("loss and twice of 3 samples in one pack as in a pack each") == len({*cases} - {"drawn"})
+    assert output.count("loss and twice of 3 samples in one pack as in a pack each") == len(
+        {*cases} & {"dropout", "pairs"}
+    )
+    assert output.count("no sample depends on the others") == ("dropout" in cases)
+    assert output.count("as the run's own loss mixes samples") == ("experts" in cases)
     assert output.count("plugins are not checked before training") == ("drawn" in cases)
     if "pairs" in cases:
         assert "prompts are computed once per answer: a plugin may count" in output
