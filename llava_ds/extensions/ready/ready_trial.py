@@ -32,7 +32,7 @@ from llava_ds.data.encode import EncodingOptions, encoder_of
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.fingerprint import digest_of, tokenizer_parts, versions_of, video_parts
 from llava_ds.data.images.decode import stack_moments
-from llava_ds.data.images.resize import cut_by
+from llava_ds.data.images.in_memory import tiles_of
 from llava_ds.data.sample import Message
 from llava_ds.export.tokenizer_files import write_json
 from llava_ds.extensions.ready.exported_folder import processor_files, sizes_differ
@@ -189,7 +189,7 @@ def _layout(one: Shown, num_media: int, images: ReadyImageOptions) -> MediaLayou
 
 def _tiles(one: Shown, images: ReadyImageOptions) -> torch.Tensor:
     if isinstance(one, Image.Image):
-        return cut_by(one, images.tiling.cut(one.size), images.size, images.resample)
+        return tiles_of(one, images)
     return stack_moments(one, images.video.cut(one[0].size, len(one)), images)
 
 

@@ -16,9 +16,8 @@ from llava_ds.data.encode import Encoder
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.construct import build_model
-from llava_ds.extensions.environment.episodes import Episodes
-from llava_ds.extensions.environment.observed import ObservationEncoder
-from llava_ds.extensions.environment.user_class import Observation
+from llava_ds.extensions.environment.extension import Episodes
+from llava_ds.extensions.environment.user_class import Observation, ObservationEncoder
 from llava_ds.extensions.rl.drawer import RolloutPrompt
 from llava_ds.extensions.rl.grpo import GRPO, PolicyLoss
 from llava_ds.extensions.rl.policy_batches import Group, pack, policy_batch, totals_of, trained_answers
@@ -206,12 +205,12 @@ def test_turns_are_written_as_in_records(toy, tmp_path, write, version):
     talk = tuple(Message(("human", "gpt")[i % 2], text) for i, text in enumerate(texts))
     options = toys.encoding_options(template=version)
     whole = Encoder(tokenizer, options).encode_whole(Transcript(talk), (9, 9))
-    first = encoder.first(Observation(texts[0].removeprefix("<image>\n"), (Image.new("RGB", (9, 9)),)), (9,))
+    first = encoder.ids(Observation(texts[0].removeprefix("<image>\n"), (Image.new("RGB", (9, 9)),)), (9,), opens=True)
     ids, place = whole.input_ids.tolist(), len(first)
     assert ids[:place] == first
     for text, image in ((texts[2], 1), (texts[4], 0)):
         shown = Observation(text.removeprefix("<image>\n"), (Image.new("RGB", (9, 9)),) * image)
-        between = encoder.between(shown, (9,) * image)
+        between = encoder.ids(shown, (9,) * image)
         place = next(i for i in range(place, len(ids)) if ids[i : i + len(between)] == between)
         assert ids[place - 1] in (tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(["<|im_end|>"]))
         place += len(between)
