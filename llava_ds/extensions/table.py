@@ -88,11 +88,16 @@ EXTENSIONS: dict[str, Trigger] = {
         "per_device_generation_batch_size",
         adds={"objective": {"gkd": "a teacher's distribution of every token (docs/distill.md)"}},
     ),
-    "heads": Trigger(
-        "classes, and embeddings for retrieval",
-        "labels problem_type embed_temperature",
+    "classify": Trigger(
+        "classes of images with a text",
+        "labels problem_type",
         leaves="labels.json",
-        adds={"objective": {"classify": "a class of a record", "embed": "vectors for retrieval (docs/heads.md)"}},
+        adds={"objective": {"classify": "a class of a record (docs/classify.md)"}},
+    ),
+    "embed": Trigger(
+        "embeddings of images and texts for retrieval",
+        "embed_temperature",
+        adds={"objective": {"embed": "vectors for retrieval (docs/embed.md)"}},
     ),
     "environment": Trigger(
         "answers in several turns, with an environment between them",

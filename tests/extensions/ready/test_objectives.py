@@ -305,16 +305,17 @@ def last_states(ready, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]
     return [last_hidden(ready.theirs, each)[learned.nonzero()[0, 0] - 1].to(dtype) for each, learned in inputs]
 
 
-@needs_extension("heads")
+@needs_extension("classify")
+@needs_extension("embed")
 def test_classes_and_embeddings(ready):
-    from llava_ds.extensions.heads.classify import Classification, ScoreHead
-    from llava_ds.extensions.heads.embed import Embedding
-    from llava_ds.extensions.heads.head_records import code_of
+    from llava_ds.data.unlearned_answer import code_of
+    from llava_ds.extensions.classify.classify import Classification, ScoreHead
+    from llava_ds.extensions.embed.embed import Embedding
 
     model, samples = copy.deepcopy(ready.model), [pair.chosen for pair in ready.pairs]
     names, labels = ("a", "b", "c"), ["c", "a", "a", "b"]
-    model.own_heads = ScoreHead(ready.plan.text_config.hidden_size, len(names))
-    weight = torch.nn.Parameter(model.own_heads.weight.detach().clone())
+    model.own_classify = ScoreHead(ready.plan.text_config.hidden_size, len(names))
+    weight = torch.nn.Parameter(model.own_classify.weight.detach().clone())
     batch = collate(samples, ready.options).with_extra(
         **{"classify.class": [torch.tensor([code_of(x)]) for x in labels]}
     )
@@ -325,7 +326,6 @@ def test_classes_and_embeddings(ready):
     scoring.register_parameter("weight", weight)
     compare(found.loss_sum, cross_entropy(logits, truth, reduction="sum"), [model], [scoring])
 
-    model.own_heads = torch.nn.Identity()
     parts = [[2, 1, 1], [0, 2, 1], [2, 3, 3], [0, 4, 3]]
     batch = collate(samples, ready.options).with_extra(**{"embed.part": [torch.tensor(x) for x in parts]})
     found = Embedding(1, 1, temperature=0.3).forward(model, batch)

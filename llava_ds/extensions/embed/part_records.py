@@ -1,76 +1,15 @@
-"""Records of classification and embeddings, as conversations whose answer is not learned."""
+"""Records of a query and what it is compared with, as conversations whose answer is not learned."""
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
 
 from llava_ds.constants import DataError
+from llava_ds.data.unlearned_answer import IMAGES, QUESTIONS, TURNS, code_of, with_answer
 from llava_ds.extensions.plugin_slots import RecordFields
 
-TURNS, QUESTIONS, IMAGES = (
-    ("messages", "conversations"),
-    ("prompt", "query", "question", "instruction"),
-    ("image", "images"),
-)
-MODEL_ROLES = ("assistant", "gpt")
-NO_LABEL = "none"
 UNREAD = "."  # the answer of a part
-CLASS, PART = "class", "part"  # keys of a converted record: its labels; see PartField
-
-
-def code_of(text: str) -> int:
-    """Return a number of 63 bits that stands for a text in tensors."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-
-def with_answer(record: dict, answer: str) -> dict:
-    """Add an answer to a record that ends with a question, or has images alone. Raises DataError."""
-    name = next((name for name in TURNS if isinstance(record.get(name), list)), None)
-    if name is None:
-        asks = any(record.get(name) for name in QUESTIONS) or not any(record.get(name) for name in IMAGES)
-        return {**record, "answer": answer} if asks else {**record, "messages": _turns(answer)}
-    turns = record[name]
-    last = turns[-1] if turns and isinstance(turns[-1], dict) else {}
-    if last.get("role", last.get("from")) in MODEL_ROLES:
-        raise DataError(f"ends with the model's answer under {name!r}, expected a question: leave the answer out")
-    said = {"from": "gpt", "value": answer} if "from" in last else {"role": "assistant", "content": answer}
-    return {**record, name: [*turns, said]}
-
-
-def _turns(answer: str) -> list[dict]:
-    return [{"role": "user", "content": ""}, {"role": "assistant", "content": answer}]
-
-
-class LabelField(RecordFields):
-    """The labels of a record: ms-swift's `label`, a text, a whole number, a truth value, or a list of them."""
-
-    names = (CLASS,)
-    columns = ("label",)
-
-    def convert(self, record: dict) -> dict:
-        """Take the label out of the record. It becomes the answer, which is not learned and follows the last token
-        that is read."""
-        record = dict(record)
-        given = record.pop("label", None)
-        if given is None:
-            raise DataError("has no 'label', expected a text or a whole number: add it, or leave the record out")
-        labels = [_name(each) for each in given] if isinstance(given, list) else [_name(given)]
-        return with_answer({**record, CLASS: labels}, ", ".join(labels) or NO_LABEL)
-
-    def load(self, values: Mapping[str, object]) -> dict:
-        """Return the numbers of the labels' texts, (labels,) int64."""
-        import torch
-
-        return {CLASS: torch.tensor([code_of(each) for each in values[CLASS]], dtype=torch.int64)}
-
-
-def _name(label: object) -> str:
-    if isinstance(label, str) and label.strip():
-        return label.strip()
-    if isinstance(label, int):
-        return json.dumps(label)
-    raise DataError(f"has {label!r:.80} under 'label', expected a text, a whole number, or a list of them")
+PART = "part"  # key of a converted record, see PartField
 
 
 class PartField(RecordFields):

@@ -9,11 +9,11 @@ from torch import nn
 
 from llava_ds.batch import Batch
 from llava_ds.extensions.base import Measure
-from llava_ds.extensions.heads.classify import HeadObjective
-from llava_ds.extensions.heads.flags import METRICS
-from llava_ds.extensions.heads.head_records import PART
+from llava_ds.extensions.embed.flags import METRICS
+from llava_ds.extensions.embed.part_records import PART
 from llava_ds.runtime.mesh import Group
 from llava_ds.runtime.ranks import Ranks, gather
+from llava_ds.train.objectives.last_states import SampleObjective
 from llava_ds.train.objectives.objective import MicroLoss
 
 TOGETHER = 1024  # queries compared at once
@@ -38,8 +38,7 @@ class Candidates:
         _, code, query = self.parts.T
         is_positive = torch.cat([self.is_query.new_zeros(1), self.is_query[:-1]])
         positives = (rows + 1).clamp(max=len(code) - 1)
-        is_equal = code == code[positives, None]
-        is_equal |= (query == query[rows, None]) & is_positive
+        is_equal = (code == code[positives, None]) | ((query == query[rows, None]) & is_positive)
         is_own = torch.arange(len(code), device=code.device) == positives[:, None]
         return ~self.is_query & (is_own | ~is_equal)
 
@@ -68,12 +67,11 @@ class Recall(Measure):
             near = vectors[rows] @ vectors.T  # (Q, N)
             own = near.gather(1, rows[:, None] + 1)
             places.append(((near > own) & found.allowed(rows) & torch.tensor(is_first)).sum(1))
-        places = torch.cat(places)
-        return {f"recall@{k}": (places < k).double().mean().item() for k in (1, 5)}
+        return {f"recall@{k}": (torch.cat(places) < k).double().mean().item() for k in (1, 5)}
 
 
 @dataclass(frozen=True)
-class Embedding(HeadObjective):
+class Embedding(SampleObjective):
     """InfoNCE over normalised hidden states, with the candidates of all ranks' micro-batches of the same number.
 
     temperature: divisor of the cosines; recall: keeps the vectors of evaluations. Sources: in-batch negatives as in
@@ -81,17 +79,13 @@ class Embedding(HeadObjective):
     (2410.05160).
     """
 
-    metric_names = METRICS["embed"]
+    metric_names = METRICS
     temperature: float = field(kw_only=True)
     group: Group = None
     recall: Recall | None = None
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
-        """Run the model, gather the vectors of all ranks, and compare.
-
-        Every rank computes the loss of all ranks' queries, from which its own vectors get their whole gradient; it logs
-        its own queries.
-        """
+        """Run the model, and compare the vectors of all ranks: its own get their whole gradient, and are logged."""
         states = engine(batch, self.probe)  # (B, D)
         own = F.normalize(states.double(), dim=1)
         given = batch.extra.get(f"embed.{PART}", [])
@@ -101,11 +95,14 @@ class Embedding(HeadObjective):
         (vectors, parts), first = gathered([own, own_parts], self.group)
         losses, is_right, number = self.compare(vectors, Candidates(parts))
         mine = slice(first, first + len(own))
-        is_query, counted = own_parts[:, 0] > 0, own_parts[:, 0] > 0
-        sources = torch.where(is_query, batch.sources[: len(own)], -1)
-        metrics = {"accuracy": (is_right[mine] & counted).double().sum(), "candidates": (number[mine] * counted).sum()}
-        by_source = self.by_source(losses[mine], sources)
-        return MicroLoss(losses.sum() + 0.0 * states.sum(), by_source, metrics)
+        is_query = own_parts[:, 0] > 0
+        hits, compared = is_right[mine] & is_query, number[mine] * is_query
+        by_source = self.by_source(losses[mine], torch.where(is_query, batch.sources[: len(own)], -1))
+        return MicroLoss(
+            losses.sum() + 0.0 * states.sum(),
+            by_source,
+            {"accuracy": hits.double().sum(), "candidates": compared.sum()},
+        )
 
     def compare(self, vectors: torch.Tensor, found: Candidates) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the loss of every query, whether its positive is the nearest, and its candidates; all (N,), 0 where
@@ -122,7 +119,7 @@ class Embedding(HeadObjective):
 
 
 def gathered(own: list[torch.Tensor], group: Group) -> tuple[list[torch.Tensor], int]:
-    """Concatenate tensors (B, ...) of all ranks of a group; this rank's keep their gradients. Collective.
+    """Concatenate tensors (B, n) of all ranks of a group; this rank's keep their gradients. Collective.
 
     Returns them, and the row where this rank's begin.
     """
@@ -133,8 +130,7 @@ def gathered(own: list[torch.Tensor], group: Group) -> tuple[list[torch.Tensor],
     torch.distributed.all_gather(sizes, size, group=group)
     sizes, found = torch.cat(sizes).tolist(), []
     for each in own:
-        filled = each.new_zeros(max(sizes), *each.shape[1:])
-        filled[: len(each)] = each.detach()
+        filled = F.pad(each.detach(), (0, 0, 0, max(sizes) - len(each)))
         parts = [torch.empty_like(filled) for _ in range(world)]
         torch.distributed.all_gather(parts, filled, group=group)
         parts = [part[:number] for part, number in zip(parts, sizes)]

@@ -1,4 +1,4 @@
-"""Flags of classification and embeddings."""
+"""Flags of classification."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -7,20 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from llava_ds.config.arguments import trains_projector_only
-from llava_ds.config.bounds import Positive
 from llava_ds.config.flags import flags_of
 from llava_ds.extensions.base import ExtensionFlags, Number, ObjectiveTraits
-from llava_ds.extensions.heads.head_records import LabelField, PartField
+from llava_ds.extensions.classify.label_records import LabelField
 
 if TYPE_CHECKING:
     from llava_ds.config.arguments import Arguments
 
-_classify, _ = flags_of("heads", goes_with="classify")
-_embed, _ = flags_of("heads", goes_with="embed")
+_classify, _ = flags_of("classify", goes_with="classify")
 
-# Metrics besides the loss; candidates: compared with a query, in the mean.
-METRICS = {"classify": ("accuracy",), "embed": ("accuracy", "candidates")}
-
+METRICS = ("accuracy",)  # besides the loss
 NEEDS = {
     "known_samples": "labels are counted, and parts of a record found, before",
     "whole_sample": "the last token's hidden state is read there",
@@ -32,17 +28,14 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class Flags(ExtensionFlags):
-    """Flags of classification and embeddings."""
+    """Flags of classification."""
 
     of_model: ClassVar = True
     not_here: ClassVar = {
         "name the labels, with --labels": "--num_labels",
         "give --objective classify or embed": "--task_type",
     }
-    numbers: ClassVar = {
-        "accuracy": Number("Share of samples that are right", "accuracy {:.1%}"),
-        "candidates": Number("Candidates that a query is compared with"),
-    }
+    numbers: ClassVar = {"accuracy": Number("Share of samples that are right", "accuracy {:.1%}")}
 
     labels: str | None = _classify(
         None,
@@ -55,12 +48,6 @@ class Flags(ExtensionFlags):
         "any number, binary cross-entropy of every label.",
     )
 
-    embed_temperature: Positive = _embed(
-        0.05,
-        "embed: divisor of the cosines; the default is sentence-transformers' scale of 20, VLM2Vec has 0.02. A query "
-        "is compared with the positives and negatives of one micro-batch on all ranks.",
-    )
-
     def converted(self) -> "tuple[Flags, list[str]]":
         """Return the flags with the labels of a file."""
         if self.labels is None or not Path(self.labels).is_file():
@@ -71,31 +58,20 @@ class Flags(ExtensionFlags):
             return self, [f"--labels {self.labels} can't be read: {error}"]
 
     def traits(self, objective: str) -> ObjectiveTraits | None:
-        """Return the traits: records have a question and a label, or several parts; no answer is learned."""
-        if objective not in METRICS:
+        """Return the traits: records have a question and a label; no answer is learned."""
+        if objective != "classify":
             return None
-        fields = LabelField() if objective == "classify" else PartField()
-        metrics = METRICS[objective]
-        return ObjectiveTraits(one_answer=True, metrics=metrics, learning_rate=1e-5, needs=NEEDS, fields=fields)
+        return ObjectiveTraits(one_answer=True, metrics=METRICS, learning_rate=1e-5, needs=NEEDS, fields=LabelField())
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """Yield missing and conflicting flags."""
-        training = args.training
         if args.data.data_path is None:
-            yield f"--objective {training.objective} needs --data_path with its records: generated scenes have none"
+            yield "--objective classify needs --data_path with its records: generated scenes have none"
         if trains_projector_only(args.model):
             yield (
-                f"--objective {training.objective} reads the language model's last hidden state, but trains only the "
-                "projector: train the language model as well"
+                "--objective classify reads the language model's last hidden state, but trains only the projector: "
+                "train the language model as well"
             )
-        if training.objective == "embed":
-            records = training.per_device_train_batch_size
-            if records == 1 and training.tokens_per_micro_batch is None:
-                yield (
-                    "--objective embed compares a query with the other records of its micro-batch, but "
-                    "--per_device_train_batch_size is 1: give more, or --tokens_per_micro_batch"
-                )
-            return
         names = names_of(self)
         if len(set(names)) < 2:
             yield (

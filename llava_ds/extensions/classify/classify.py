@@ -1,4 +1,4 @@
-# B samples of a micro-batch, C labels, D width of the language model, n positions
+# B samples of a micro-batch, C labels, D width of the language model, n states
 """Classification: a linear layer on the hidden state of the last token before the answer."""
 
 import functools
@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from llava_ds.batch import Batch
-from llava_ds.data.loader import Window
+from llava_ds.data.unlearned_answer import code_of
 from llava_ds.extensions.base import Measure
-from llava_ds.extensions.heads.flags import METRICS
-from llava_ds.extensions.heads.head_records import CLASS, code_of
-from llava_ds.model.open.value_head import answer_lengths
+from llava_ds.extensions.classify.flags import METRICS
+from llava_ds.extensions.classify.label_records import CLASS
+from llava_ds.train.objectives.last_states import LastStates, SampleObjective
 from llava_ds.train.objectives.objective import MicroLoss
 
 STD = 0.02  # of the head's initial weights, transformers' initializer_range
@@ -33,47 +33,6 @@ class ScoreHead(nn.Linear):
         """Map hidden states (n, D) to logits (n, C)."""
         with torch.autocast(hidden.device.type, enabled=False):
             return F.linear(hidden.float(), self.weight.float())
-
-
-@dataclass(frozen=True)
-class LastStates:
-    """The hidden states (B, D) of every sample's last token before its answer, as the extension's module maps them."""
-
-    shortens = True
-
-    def positions(self, batch: Batch) -> torch.Tensor:
-        """Return the positions, (B,); (0,) in a micro-batch without samples."""
-        if not len(batch.targets):
-            return batch.target_positions
-        counts = answer_lengths(batch)
-        return batch.target_positions[counts.cumsum(0) - counts]
-
-    def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the module's output, (B, C) or (B, D)."""
-        return model.own_heads(hidden)
-
-
-@dataclass(frozen=True)
-class HeadObjective:
-    """An objective with a loss for every sample; a step's loss is their mean over all ranks (see Objective)."""
-
-    num_sources: int
-    grad_ranks: int
-    logs_means = False
-    probe = LastStates()
-
-    def by_source(self, losses: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-        """Sum losses (units,) by data source, and count them: (2, num_sources) float64."""
-        is_from = sources == torch.arange(self.num_sources, device=sources.device)[:, None]  # (sources, units)
-        return torch.stack([torch.where(is_from, losses.detach(), 0.0).sum(1), is_from.sum(1).double()])
-
-    def scales(self, window: Window, counts: torch.Tensor) -> list[torch.Tensor]:
-        """Return the factor of each micro-batch: grad_ranks / units of the step (see Objective)."""
-        return [self.grad_ranks / self.num_units(counts.clamp(min=1))] * len(window.micro_batches)
-
-    def num_units(self, counts):
-        """Return the number of samples. counts: Counts, or a tensor in its order."""
-        return counts[0]
 
 
 class MacroF1(Measure):
@@ -101,7 +60,7 @@ class MacroF1(Measure):
 
 
 @dataclass(frozen=True)
-class Classification(HeadObjective):
+class Classification(SampleObjective):
     """Cross-entropy over the labels, or the mean binary cross-entropy of every label, as in transformers'
     *ForSequenceClassification.
 
@@ -109,7 +68,8 @@ class Classification(HeadObjective):
     predictions in evaluations.
     """
 
-    metric_names = METRICS["classify"]
+    metric_names = METRICS
+    probe = LastStates("own_classify")
     names: tuple[str, ...] = field(kw_only=True)
     is_multiple: bool = False
     f1: MacroF1 | None = None

@@ -1,4 +1,4 @@
-"""Heads on real ranks are the textbook's: transformers' model in float64, one sample at a time."""
+"""Classes and embeddings on real ranks are the textbook's: transformers' model in float64, one sample at a time."""
 
 import json
 import shutil
@@ -22,12 +22,13 @@ from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.export.from_checkpoint import restore
 from llava_ds.export.output_folder import write_folder
 from llava_ds.extensions.active import OF_OBJECTIVE
-from llava_ds.extensions.heads.classify import STD
-from llava_ds.extensions.heads.flags import Flags
+from llava_ds.extensions.classify.classify import STD
+from llava_ds.extensions.classify.label_records import LabelField
+from llava_ds.extensions.embed.part_records import PartField
 from llava_ds.files.jsonl import read_metrics
 
 pytestmark = pytest.mark.full
-STEPS, NUMBER, SAVED, LABELS, HEAD = 6, 18, 3, ["cat", "dog", "7"], "own_heads.safetensors"
+STEPS, NUMBER, SAVED, LABELS, HEAD = 6, 18, 3, ["cat", "dog", "7"], "own_classify.safetensors"
 PACKED = {"tokens_per_micro_batch": 200}
 KINDS = {
     "single": {"objective": "classify", "labels": ",".join(LABELS)},
@@ -149,7 +150,7 @@ def runs(folder, given) -> dict[object, Path]:
 def read(folder: Path, given: dict[str, str]):
     """The data set as training has it."""
     objective = given["objective"]
-    OF_OBJECTIVE[objective] = Flags().traits(objective).fields
+    OF_OBJECTIVE[objective] = PartField() if objective == "embed" else LabelField()
     sources = open_sources(
         given["data_path"], SourceOptions(image_folder=given["image_folder"], cache_dir=str(folder / "own"))
     )

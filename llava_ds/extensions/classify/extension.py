@@ -1,0 +1,91 @@
+"""The classification extension: the head of a model, the labels of the data, and the objective."""
+
+import json
+from collections import Counter
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from llava_ds.config.arguments import ModelArguments
+from llava_ds.constants import DataError
+from llava_ds.data.dataset import EncodedDataset
+from llava_ds.data.encoded_rows import FIELDS
+from llava_ds.extensions.base import EvalMeasure, Extension, Hook, Phase
+from llava_ds.extensions.classify.classify import Classification, MacroF1, ScoreHead
+from llava_ds.extensions.classify.flags import Flags, is_multiple, names_of
+from llava_ds.extensions.classify.label_records import CLASS
+from llava_ds.files.writing import write_whole
+from llava_ds.model.vision import TowerPlan
+from llava_ds.runtime.mesh import Mesh
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
+from llava_ds.train.objectives.last_states import FrozenOutputLayer
+from llava_ds.train.objectives.objective import Objective
+from llava_ds.train.plan import Plan
+
+LABELS_FILE = "labels.json"
+SHOWN = 20  # labels in the first lines
+
+
+def head(config: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> nn.Module:
+    """Build the head."""
+    return ScoreHead(config.hidden_size, len(names_of(args.own["classify"])))
+
+
+def check_labels(plan: Plan, ranks: Ranks) -> EvalMeasure | None:
+    """Compare the labels of all data with --labels, and print their numbers. Collective.
+
+    Raises DataError for an unknown label, for records with several where one is expected, and for one label only.
+    """
+    own = plan.args.own["classify"]
+    names = ["the training data", "the held-out data"]
+    lines = broadcast_from_first(
+        ranks, lambda: [_counted(name, data, own) for name, data in zip(names, plan.data_sets)]
+    )
+    print_first(*lines)
+    return None if plan.evals.eval_set is None else EvalMeasure(MacroF1(), ("f1",))
+
+
+def _counted(where: str, dataset: EncodedDataset, own: Flags) -> str:
+    """Count the labels of a data set, in a line to print. Raises DataError."""
+    names, several = names_of(own), is_multiple(own)
+    texts, counts = dataset.table.column(FIELDS).to_pylist(), Counter()
+    for row in dataset.rows.tolist():
+        labels = json.loads(texts[row])["classify"][CLASS]
+        if (unknown := [label for label in labels if label not in names]) or (len(labels) != 1 and not several):
+            record = dataset.row(row)
+            found = f"the label {unknown[0]!r}, which is not among --labels" if unknown else f"{len(labels)} labels"
+            instead = "add it there" if unknown else "give --problem_type multi_label_classification"
+            raise DataError(f"{record['file']}:{record['line']} in {where} has {found}: {instead}, or mend the record")
+        counts.update(labels)
+    if len(counts) < 2 and where == "the training data" and not several:
+        raise DataError(f"all records of {where} have the label {next(iter(counts))!r}: bring records of another")
+    shown = ", ".join(f"{name} {number:,}" for name, number in counts.most_common(SHOWN))
+    absent = len(names) - len(counts)
+    return f"labels of {where}: {shown}" + (f"; {absent} of --labels have no record" if absent else "")
+
+
+def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Classification:
+    """Return the objective instead of the plain one."""
+    own, measure = plan.args.own["classify"], plan.own["classify"]
+    return Classification(
+        plain.num_sources,
+        mesh.grad_ranks,
+        names=tuple(names_of(own)),
+        is_multiple=is_multiple(own),
+        f1=None if measure is None else measure.create,
+    )
+
+
+class WriteLabels(Hook):
+    """Writes the labels beside the exported head, as transformers' config.json has them."""
+
+    def after_export(self) -> None:
+        own = self.session.plan.args.own["classify"]
+        found = {"problem_type": own.problem_type, "id2label": dict(enumerate(names_of(own)))}
+        plan, ranks = self.session.plan, self.session.ranks
+        broadcast_from_first(ranks, lambda: write_whole(plan.output_dir / LABELS_FILE, json.dumps(found, indent=1)))
+
+
+extension = Extension(
+    module=head, complete=check_labels, objective=objective, part=FrozenOutputLayer, hooks=((Phase.SAVE, WriteLabels),)
+)

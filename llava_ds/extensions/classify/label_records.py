@@ -1,0 +1,42 @@
+"""Records with a label, as conversations whose answer is not learned."""
+
+import json
+from collections.abc import Mapping
+
+from llava_ds.constants import DataError
+from llava_ds.data.unlearned_answer import code_of, with_answer
+from llava_ds.extensions.plugin_slots import RecordFields
+
+NO_LABEL = "none"
+CLASS = "class"  # key of a converted record: its labels
+
+
+class LabelField(RecordFields):
+    """The labels of a record: ms-swift's `label`, a text, a whole number, a truth value, or a list of them."""
+
+    names = (CLASS,)
+    columns = ("label",)
+
+    def convert(self, record: dict) -> dict:
+        """Take the label out of the record. It becomes the answer, which is not learned and follows the last token
+        that is read."""
+        record = dict(record)
+        given = record.pop("label", None)
+        if given is None:
+            raise DataError("has no 'label', expected a text or a whole number: add it, or leave the record out")
+        labels = [_name(each) for each in given] if isinstance(given, list) else [_name(given)]
+        return with_answer({**record, CLASS: labels}, ", ".join(labels) or NO_LABEL)
+
+    def load(self, values: Mapping[str, object]) -> dict:
+        """Return the numbers of the labels' texts, (labels,) int64."""
+        import torch
+
+        return {CLASS: torch.tensor([code_of(each) for each in values[CLASS]], dtype=torch.int64)}
+
+
+def _name(label: object) -> str:
+    if isinstance(label, str) and label.strip():
+        return label.strip()
+    if isinstance(label, int):
+        return json.dumps(label)
+    raise DataError(f"has {label!r:.80} under 'label', expected a text, a whole number, or a list of them")

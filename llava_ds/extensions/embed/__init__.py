@@ -1,0 +1,1 @@
+"""Embeddings of images and texts for retrieval: the language model's last hidden state."""
