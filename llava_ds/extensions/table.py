@@ -89,15 +89,10 @@ EXTENSIONS: dict[str, Trigger] = {
         adds={"objective": {"gkd": "a teacher's distribution of every token (docs/distill.md)"}},
     ),
     "classify": Trigger(
-        "classes of images with a text",
-        "labels problem_type",
-        leaves="labels.json",
-        adds={"objective": {"classify": "a class of a record (docs/classify.md)"}},
+        "classes", "labels problem_type", leaves="labels.json", adds={"objective": {"classify": "a class of a record"}}
     ),
     "embed": Trigger(
-        "embeddings of images and texts for retrieval",
-        "embed_temperature",
-        adds={"objective": {"embed": "vectors for retrieval (docs/embed.md)"}},
+        "embeddings", "embed_temperature", adds={"objective": {"embed": "vectors for retrieval (docs/embed.md)"}}
     ),
     "environment": Trigger(
         "answers in several turns, with an environment between them",

@@ -13,7 +13,7 @@ from llava_ds.data.unlearned_answer import code_of
 from llava_ds.extensions.base import Measure
 from llava_ds.extensions.classify.flags import METRICS
 from llava_ds.extensions.classify.label_records import CLASS
-from llava_ds.train.objectives.last_states import LastStates, SampleObjective
+from llava_ds.model.open.last_states import LastStates, SampleObjective
 from llava_ds.train.objectives.objective import MicroLoss
 
 STD = 0.02  # of the head's initial weights, transformers' initializer_range

@@ -15,10 +15,10 @@ from llava_ds.extensions.classify.classify import Classification, MacroF1, Score
 from llava_ds.extensions.classify.flags import Flags, is_multiple, names_of
 from llava_ds.extensions.classify.label_records import CLASS
 from llava_ds.files.writing import write_whole
+from llava_ds.model.open.last_states import FrozenOutputLayer
 from llava_ds.model.vision import TowerPlan
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
-from llava_ds.train.objectives.last_states import FrozenOutputLayer
 from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.plan import Plan
 

@@ -11,9 +11,9 @@ from llava_ds.batch import Batch
 from llava_ds.extensions.base import Measure
 from llava_ds.extensions.embed.flags import METRICS
 from llava_ds.extensions.embed.part_records import PART
+from llava_ds.model.open.last_states import SampleObjective
 from llava_ds.runtime.mesh import Group
 from llava_ds.runtime.ranks import Ranks, gather
-from llava_ds.train.objectives.last_states import SampleObjective
 from llava_ds.train.objectives.objective import MicroLoss
 
 TOGETHER = 1024  # queries compared at once

@@ -19,9 +19,9 @@ from llava_ds.extensions.base import EvalMeasure, Extension
 from llava_ds.extensions.embed.embed import Embedding, Recall
 from llava_ds.extensions.embed.part_records import PART
 from llava_ds.geometry import ImageOptions
+from llava_ds.model.open.last_states import FrozenOutputLayer
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, print_first
-from llava_ds.train.objectives.last_states import FrozenOutputLayer
 from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.plan import Plan
 

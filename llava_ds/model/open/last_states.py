@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from llava_ds.batch import Batch
-from llava_ds.data.loader import Window
 from llava_ds.extensions.base import SessionPart
 from llava_ds.model.heads import sum_by_source
 from llava_ds.model.llava import LlavaModel
@@ -47,7 +46,7 @@ class SampleObjective:
         """Sum losses (units,) by data source, and count them: (2, num_sources) float64."""
         return sum_by_source(losses.detach(), sources, self.num_sources)
 
-    def scales(self, window: Window, counts: torch.Tensor) -> list[torch.Tensor]:
+    def scales(self, window, counts: torch.Tensor) -> list[torch.Tensor]:
         """Return the factor of each micro-batch: grad_ranks / units of the step (see Objective)."""
         return [self.grad_ranks / self.num_units(counts.clamp(min=1))] * len(window.micro_batches)
 
