@@ -32,7 +32,7 @@ from llava_ds.extensions.table import EXTENSIONS, Trigger
 CHOICES = {"mm_projector_type": ProjectorKind}
 # Slots that need an entry in the extension table, so only a folder can have them.
 OF_FOLDERS = ("store", "folder", "open_folder", "text")
-CALLED = ("check", "fits", "plan", "open_data", "complete", "module", "objective")
+CALLED = ("check", "fits", "plan", "open_data", "complete", "module", "beside", "objective")
 VALUES = {"fields": RecordFields, "adapter": Adapter, "state": StatePart, "mesh": MeshPart}
 NOT_TRIED = "a plugin whose Flags define no needs counts as untested with this"
 UNTRIED = dict.fromkeys(("whole_matrices", "whole_layers", "whole_sample", "one_model"), NOT_TRIED)

@@ -17,7 +17,7 @@ from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.tensors import Counted, Entry, live_entries, take_part, without_own_files, write_own_files
 from llava_ds.export.tokenizer_files import ORIGINAL_FILES
 from llava_ds.export.transformers_folder import hf_entries, write_hf
-from llava_ds.extensions.active import choice
+from llava_ds.extensions.active import active, choice
 from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.files.model_files import ADAPTER_FILES, BESIDE_ADAPTER, JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER
 from llava_ds.model.llava import LlavaModel, assemble
@@ -61,8 +61,7 @@ def folder_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
 def write_folder(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
     """Write a model's entries as a folder of any form; returns checksums of the tensors' bits, {} for an extension's.
 
-    holes: write weight files of the right size with holes instead of numbers, except for a projector, a value head and
-    extensions' modules (they have their own files).
+    holes: weight files of the right size have holes, except a projector's and those of write_own_files.
     """
     rest, beside = without_own_files(entries)
     if (functions := _functions(export.form)) is not None:
@@ -72,6 +71,9 @@ def write_folder(export: ExportPlan, entries: list[Entry], output_dir: Path, *, 
         written = {}
     if holes:
         return {}
+    for extension in active(export.args.own).extensions.values():
+        if extension.beside is not None:
+            extension.beside(export.args, output_dir)
     return written | write_own_files({entry.name: entry.read().to(export.dtype) for entry in beside}, output_dir)
 
 
@@ -95,10 +97,7 @@ def write_live_folder(export: ExportPlan, model: LlavaModel, output_dir: Path, r
 
 
 def reads_of(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """Return a model's entries in the order in which its folder reads them.
-
-    An entry stored in two places appears twice, a divided one appears once.
-    """
+    """Return a model's entries in the order in which its folder reads them: twice if it stores them twice."""
     found: list[Entry] = []
     noted = [dataclasses.replace(entry, read=partial(found.append, entry)) for entry in entries]
     take_part(folder_entries(export, noted))

@@ -593,14 +593,14 @@ class Extension:
     # Lines on conflicts with a model's configuration.
     fits: Callable[["Arguments", "PreTrainedConfig"], Iterator[str]] | None = None
     plan: Callable[["PlanDraft"], object] | None = None  # reads and checks the run's inputs: its Plan.own[name]
-    # Functions that give its values of the core's flags, by flag.
-    choices: Mapping[str, Callable] = field(default_factory=dict)
+    choices: Mapping[str, Callable] = field(default_factory=dict)  # functions for its values of core flags, by flag
     store: Callable[[], ModuleType] | None = None  # loads the module that reads URLs of Trigger.schemes
     open_data: Callable[..., "EncodedDataset"] | None = None  # opens the training data, like open_together
     complete: Callable[["Plan", "Ranks"], object] | None = None  # like plan, after everything else is planned
     wrap: Wrap | None = None  # changes the model and its engine
     # Builds a module that trains with the model, as its child own_<name>; its flags are of_model.
     module: Callable[["PreTrainedConfig", "TowerPlan", "ModelArguments"], "nn.Module"] | None = None
+    beside: Callable[["ModelArguments", "Path"], None] | None = None  # writes files beside an exported module
     adapter: Adapter | None = None  # exports an adapter instead of a complete model
     fields: "RecordFields | None" = None  # further keys of records, for a plugin
     state: StatePart | None = None  # tensors that a checkpoint stores additionally

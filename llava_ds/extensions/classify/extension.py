@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -10,7 +11,7 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.encoded_rows import FIELDS
-from llava_ds.extensions.base import EvalMeasure, Extension, Hook, Phase
+from llava_ds.extensions.base import EvalMeasure, Extension
 from llava_ds.extensions.classify.classify import Classification, MacroF1, ScoreHead
 from llava_ds.extensions.classify.flags import Flags, is_multiple, names_of
 from llava_ds.extensions.classify.label_records import CLASS
@@ -76,16 +77,13 @@ def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Classification:
     )
 
 
-class WriteLabels(Hook):
-    """Writes the labels beside the exported head, as transformers' config.json has them."""
-
-    def after_export(self) -> None:
-        own = self.session.plan.args.own["classify"]
-        found = {"problem_type": own.problem_type, "id2label": dict(enumerate(names_of(own)))}
-        plan, ranks = self.session.plan, self.session.ranks
-        broadcast_from_first(ranks, lambda: write_whole(plan.output_dir / LABELS_FILE, json.dumps(found, indent=1)))
+def write_labels(args: ModelArguments, output_dir: Path) -> None:
+    """Write the labels beside the exported head, as transformers' config.json has them."""
+    own = args.own["classify"]
+    found = {"problem_type": own.problem_type, "id2label": dict(enumerate(names_of(own)))}
+    write_whole(output_dir / LABELS_FILE, json.dumps(found, indent=1))
 
 
 extension = Extension(
-    module=head, complete=check_labels, objective=objective, part=FrozenOutputLayer, hooks=((Phase.SAVE, WriteLabels),)
+    module=head, beside=write_labels, complete=check_labels, objective=objective, part=FrozenOutputLayer
 )

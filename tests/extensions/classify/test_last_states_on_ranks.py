@@ -294,8 +294,9 @@ def test_the_folder_has_head_and_labels_also_from_a_checkpoint(runs, tmp_path, k
     restored = restore(runs[kind, "whole"] / f"checkpoint-{STEPS}", {}, None)
     write_folder(restored.export, restored.entries, tmp_path)
     assert head.shape[0] == len(LABELS) and torch.equal(head, load_file(tmp_path / HEAD)["weight"])
-    found = json.loads((runs[kind, "whole"] / "labels.json").read_text())
-    assert found["id2label"] == {str(i): name for i, name in enumerate(LABELS)}
+    for folder in (runs[kind, "whole"], tmp_path):
+        found = json.loads((folder / "labels.json").read_text())
+        assert found["id2label"] == {str(i): name for i, name in enumerate(LABELS)}
 
 
 @pytest.mark.parametrize("kind", CLASSES)
