@@ -21,6 +21,8 @@ CAUGHT = {"module": ConfigError, "build": ConfigError, "convert": DataError, "lo
 def place(function: object, line: int | None = None) -> str:
     """Return the file, line (by default the first) and name of a plugin's function."""
     code = getattr(function, "__code__", None) or getattr(function, "f_code", None)
+    if isinstance(function, type):
+        return f"--plugin {sys.modules[function.__module__].__file__}: {function.__qualname__}"
     if code is None:
         return f"--plugin: {function!r}"
     return f"--plugin {code.co_filename}:{line or code.co_firstlineno} in {code.co_qualname}"
@@ -83,9 +85,25 @@ def checked(function: Callable, takes: object, gives: object, name: str) -> Call
             raise CAUGHT[name](error_of_plugin(error) or f"{place(function)}: {error}") from error
         if kind and not (isinstance(found, kind) if isinstance(kind, type) else hasattr(found, kind)):
             raise CAUGHT.get(name, ConfigError)(str(returned(function, found, expected)))
+        if kind == "named_parameters":
+            _check_dtypes(function, found)
         return iter(found) if kind is Iterable else found
 
     return call if kind or name in CAUGHT else function
+
+
+def _check_dtypes(function: Callable, module: object) -> None:
+    """Raise ConfigError for parameters with another dtype than torch's default, that of the model."""
+    import torch
+
+    wanted = torch.get_default_dtype()
+    for name, parameter in module.named_parameters():
+        if parameter.dtype != wanted:
+            found, wanted = (str(each).removeprefix("torch.") for each in (parameter.dtype, wanted))
+            raise ConfigError(
+                f"{place(function)} returned a module with {found} in {name}, expected {wanted}, the model's: give "
+                "layers no dtype, and convert what they compute"
+            )
 
 
 def check_class(kind: type) -> None:

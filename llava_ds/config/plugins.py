@@ -5,11 +5,12 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import math
 import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from llava_ds.extensions.base import (
     Extension,
     ExtensionFlags,
     MeshPart,
+    Number,
     StatePart,
 )
 from llava_ds.extensions.plugin_slots import ProjectorKind, RecordFields
@@ -183,7 +185,8 @@ def _run(name: str, file: _File) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[full]
         found = (
-            error_of_plugin(error, [str(path)]) or f"--plugin {path}:{error.lineno}: {type(error).__name__}: {error}"
+            error_of_plugin(error, [str(path)])
+            or f"--plugin {path}:{error.lineno or 1}: {type(error).__name__}: {error}"
         )
         raise ConfigError(found + _slot_hint(error)) from error
     return module
@@ -201,11 +204,16 @@ def _slot_hint(error: BaseException) -> str:
 
 def _flags(name: str, given: object, extension: Extension, where: str) -> type[ExtensionFlags]:
     """Return the plugin's class of flags, completed."""
-    is_class = isinstance(given, type) and issubclass(given, ExtensionFlags) and dataclasses.is_dataclass(given)
+    is_class = isinstance(given, type) and issubclass(given, ExtensionFlags) and "__dataclass_fields__" in vars(given)
     if given is not None and not is_class:
         raise ConfigError(f"{where}: Flags: give a frozen dataclass of extensions/base.py's ExtensionFlags")
     if is_class:
         check_class(given)
+        numbers = given.numbers.values() if isinstance(given.numbers, Mapping) else [None]
+        if not all(isinstance(each, Number) for each in numbers):
+            raise ConfigError(f"{where}: Flags.numbers is {given.numbers!r:.60}: give a Number for each name")
+        if not isinstance(given.differs, (str, property)):
+            raise ConfigError(f"{where}: Flags.differs is {given.differs!r:.60}: give the reason, a text")
     else:
         given = dataclasses.make_dataclass("Flags", [], bases=(ExtensionFlags,), frozen=True)
     for field in dataclasses.fields(given):
@@ -232,6 +240,9 @@ def _problems(
 ) -> Iterator[str]:
     """Yield the problems of the flags, and of slots that other features would ignore."""
     yield from plain(flags, args)
+    rate = flags.module_rate
+    if rate is not None and not (isinstance(rate, (int, float)) and 0 <= rate < math.inf):
+        yield f"{where}: Flags.module_rate is {rate!r:.60}: give a number from 0, or None for --learning_rate"
     adapted, objective = (
         sorted(part for own in args.own.values() for part in own.adapted_parts),
         args.training.objective,

@@ -7,7 +7,7 @@ change, and logits that the exported model won't give. No number of the run chan
 import itertools
 import math
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -57,16 +57,19 @@ def prove(plan: Plan, runner: Runner, objective: Objective, ranks: Ranks, mesh: 
         reached = {name for each in (packed, alone) for name in each.gradients if is_own(name)}
         stored.check()
         trial.check_logits()
-    watched = {name for name, each in model.named_parameters() if each.requires_grad and is_own(name)}
+    trains = {name: each.requires_grad for name, each in model.named_parameters() if is_own(name)}
+    watched = {name for name, is_trained in trains.items() if is_trained}
     if missing := sorted(watched.difference(*gather(reached, ranks))):
         raise ConfigError(
             f"--plugin {slot_of(missing[0])}: the loss does not reach {', '.join(missing[:8])}: use every parameter, "
             f"freeze it with requires_grad_(False), {LEAVE_OUT}"
         )
     names = " and ".join(f"{name}.py" for name in plugins())
+    frozen = f", {len(trains) - len(watched)} are frozen ({', '.join(sorted(trains.keys() - watched)[:4])})"
+    frozen = frozen if len(trains) > len(watched) else ""
     return [
         f"{names}: {' and '.join(packed.numbers)} of {len(samples)} samples {compared}; "
-        f"the loss reaches all {len(watched)} trained parameters; {stored.line} (--check_plugin)"
+        f"the loss reaches all {len(watched)} trained parameters{frozen}; {stored.line} (--check_plugin)"
     ]
 
 
@@ -249,7 +252,7 @@ class Trial:
         try:
             with discard_gradients(engine), self._one_pass(), watching(engine.module, batch) as inputs:
                 micro = self.objective.forward(engine, batch)
-                _check_micro(self.objective, micro)
+                _check_micro(self.objective, micro, batch.input_ids.device)
                 numbers = self._numbers(micro)
                 engine.set_gradient_accumulation_boundary(True)
                 engine.backward(micro.loss_sum, scale_wrt_gas=False)
@@ -293,11 +296,22 @@ class Trial:
         return {name: float(value.detach()) for name, value in {"loss": micro.loss_sum, **metrics}.items()}
 
 
-def _check_micro(objective: Objective, micro: object) -> None:
+def _check_micro(objective: Objective, micro: object, device: torch.device) -> None:
     """Raise ConfigError for what is no MicroLoss, and for numbers with the name of a column."""
-    expected = "a MicroLoss with a scalar loss_sum that has a gradient, and scalar tensors as metrics"
-    scalars = [micro.loss_sum, *micro.metrics.values()] if isinstance(micro, MicroLoss) else [None]
-    if not all(isinstance(each, torch.Tensor) and each.ndim == 0 for each in scalars) or not scalars[0].requires_grad:
+    expected = (
+        f"a MicroLoss with a scalar loss_sum that has a gradient, by_source (2, {objective.num_sources}), and metrics "
+        f"and means of scalar tensors by name, on {device}"
+    )
+    if not isinstance(micro, MicroLoss):
+        raise returned(type(objective).forward, micro, expected)
+    dicts = [each if isinstance(each, Mapping) else {0: None} for each in (micro.metrics, micro.means)]
+    tensors = [micro.loss_sum, micro.by_source, *(value for each in dicts for value in each.values())]
+    shapes = [(), (2, objective.num_sources), *[()] * (len(tensors) - 2)]
+    is_right = all(
+        isinstance(each, torch.Tensor) and each.shape == shape and each.device == device
+        for each, shape in zip(tensors, shapes)
+    )
+    if not (is_right and micro.loss_sum.requires_grad and all(isinstance(key, str) for each in dicts for key in each)):
         raise returned(type(objective).forward, micro, expected)
     if taken := COLUMNS & micro.metrics.keys():
         raise ConfigError(f"--plugin: a number of the log is named {min(taken)}, like a column: give it another name")

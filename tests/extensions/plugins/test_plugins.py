@@ -176,6 +176,12 @@ BROKEN = {
     + "class Own(RecordFields):\n    names = ('side')\nextension = Extension(fields=Own())": "tuple of keys: ('side',)",
     WHOLE + "Flags.needz = {}": "Flags: nothing reads needz: did you mean needs",
     WHOLE + "Flags.needs = {'whole': ''}": "unknown property 'whole': did you mean whole_",
+    WHOLE.replace("@dataclass(frozen=True)\n", ""): "Flags: give a frozen dataclass of extensions/base.py's Ext",
+    WHOLE + "Flags.numbers = {'a': 'title'}": "Flags.numbers is {'a': 'title'}: give a Number for each name",
+    WHOLE + "Flags.differs = True": "Flags.differs is True: give the reason, a text",
+    FLAGS
+    + "class Own:\n    def __init__(self, one): ...\nextension = Extension(objective=Own)": "idea.py: Own takes (one",
+    "x = '\x00'": "idea.py:1: SyntaxError: source code string cannot contain null bytes",
     WHOLE + "class Flags: ...": "Flags: give a frozen dataclass of extensions/base.py's ExtensionFlags",
     WHOLE.replace('flags_of("idea")', 'flags_of("run")'): 'Flags.idea_size: declare it by a function from flags_of("id',
     WHOLE.replace("idea_size", "learning_rate"): "--learning_rate is a flag of the core: give it another name",
@@ -196,6 +202,11 @@ def test_a_broken_file_is_refused_with_the_reason(tmp_path, text):
 # By slot: what follows FLAGS, a call of it, and what is said of its result.
 RESULTS = {
     "module": ("extension = Extension(module=lambda *_: None)", lambda one: one.module(1, 2, 3), "nn.Module"),
+    "dtype": (
+        "import torch\nextension = Extension(module=lambda *_: torch.nn.Linear(2, 1).half())",
+        lambda one: one.module(1, 2, 3),
+        "float32, the model's",
+    ),
     "objective": ("extension = Extension(objective=lambda *_: 3)", lambda one: one.objective(1, 2, 3), "Objective"),
     "check": ("extension = Extension(check=lambda _: None)", lambda one: one.check(1), "Iterator[str]"),
     "open_data": ("extension = Extension(open_data=lambda: None)", lambda one: one.open_data(), "EncodedDataset"),
@@ -320,6 +331,11 @@ def test_it_counts_as_untried_with_an_axis_unless_it_says_so(tmp_path):
             parse("--plugin", file, f"--{flag}_size", "2")
     load([write(tmp_path, WHOLE.replace("    idea_size", "    needs: ClassVar = {}\n    idea_size"))])
     assert flags_class("idea").needs == {}
+
+
+def test_a_rate_below_zero_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"idea.py: Flags.module_rate is -1.0: give a number from 0"):
+        parse("--plugin", write(tmp_path, WHOLE + "Flags.module_rate = -1.0"))
 
 
 def test_a_module_and_an_adapter_are_refused(tmp_path):

@@ -169,6 +169,20 @@ def test_the_export_names_it(runs):
     assert f"| `--plugin {name}.py` | sha256 " in (folder / "unpacked" / "README.md").read_text()
 
 
+def test_training_starts_from_its_export_without_it(runs, given, tmp_path):
+    name, folder = runs
+    if name != "ross":
+        pytest.skip("tried for a further loss")
+    given = {key: value for key, value in given.items() if key != "vision_tower"}
+    given["model_name_or_path"] = folder / "unpacked"
+    output = run_many(
+        1, tmp_path / "launch", [toy_run(given, tmp_path / "after", ds_config(2), **FLAGS | {"max_steps": 1})]
+    )
+    assert "ross.py" not in output and "logits differ by" in output
+    assert "plugin" not in (tmp_path / "after" / "config.json").read_text()
+    assert [each.name for each in (tmp_path / "after").glob("*.safetensors")] == ["model.safetensors"]
+
+
 @pytest.mark.full
 def test_the_export_answers_with_it_and_only_with_it(runs, given, tmp_path):
     name, folder = runs
