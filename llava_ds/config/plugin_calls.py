@@ -4,7 +4,7 @@ import inspect
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import wraps
 from pathlib import Path
 
@@ -14,12 +14,14 @@ from llava_ds.extensions.table import EXTENSIONS
 # Results by the name of their type: a class, or an attribute that they have.
 TYPES = {"int": int, "dict": dict, "Mapping": Mapping, "list": list, "tuple": tuple, "Iterator": Iterable}
 TYPES |= {"Module": "named_parameters", "Objective": "scales", "EncodedDataset": "fingerprint", "Tensor": "dtype"}
+ELEMENTS = {"str": str, "dict": dict, "Window": "micro_batches"}  # of lists and iterators, likewise
 # Errors in these end in a message at once: they run in other processes, or where an error would be the folder's.
 CAUGHT = {"module": ConfigError, "build": ConfigError, "convert": DataError, "load": DataError}
 
 
 def place(function: object, line: int | None = None) -> str:
     """Return the file, line (by default the first) and name of a plugin's function."""
+    function = getattr(function, "__wrapped__", function)
     code = getattr(function, "__code__", None) or getattr(function, "f_code", None)
     if isinstance(function, type):
         return f"--plugin {sys.modules[function.__module__].__file__}: {function.__qualname__}"
@@ -30,7 +32,7 @@ def place(function: object, line: int | None = None) -> str:
 
 def returned(function: object, found: object, expected: str) -> ConfigError:
     """Return the error for a value that a plugin's function returned. expected: what to return instead."""
-    shown = f"{found!r:.60}"
+    shown = f"{' '.join(repr(found).split()):.60}"
     if hasattr(found, "dtype"):
         shown = f"{str(found.dtype).removeprefix('torch.')} {tuple(found.shape)} on {found.device}"
     return ConfigError(f"{place(function)} returned {shown}, expected {expected}")
@@ -73,7 +75,9 @@ def checked(function: Callable, takes: object, gives: object, name: str) -> Call
             given = f"{signature}, but is called with ({', '.join(takes)})"
             raise ConfigError(f"{place(function)} takes {given}: write these arguments") from None
     expected = gives if isinstance(gives, str) else inspect.formatannotation(gives).replace("collections.abc.", "")
-    kind = TYPES.get(expected.partition("[")[0].rpartition(".")[2])
+    outer, _, inner = expected.partition("[")
+    kind = TYPES.get(outer.rpartition(".")[2])
+    inner = ELEMENTS.get(inner.partition("[")[0].rstrip("]").rpartition(".")[2])
 
     @wraps(function)
     def call(*given: object, **named: object) -> object:
@@ -83,13 +87,43 @@ def checked(function: Callable, takes: object, gives: object, name: str) -> Call
             if isinstance(error, (ConfigError, DataError)) or name not in CAUGHT:
                 raise
             raise CAUGHT[name](error_of_plugin(error) or f"{place(function)}: {error}") from error
-        if kind and not (isinstance(found, kind) if isinstance(kind, type) else hasattr(found, kind)):
+        if not _is_of(found, kind):
             raise CAUGHT.get(name, ConfigError)(str(returned(function, found, expected)))
         if kind == "named_parameters":
             _check_dtypes(function, found)
-        return iter(found) if kind is Iterable else found
+        if name == "load":
+            _check_loaded(function, found, given[0].names)
+        if name == "groups" and not (
+            found and all(isinstance(one, dict) and {"params", "lr"} <= {*one} for one in found)
+        ):
+            raise returned(function, found, "groups that have params and lr, like the argument")
+        if kind is Iterable:
+            return _elements(function, found, inner, expected)
+        return list(_elements(function, found, inner, expected)) if kind is list else found
 
     return call if kind or name in CAUGHT else function
+
+
+def _is_of(found: object, kind: type | str | None) -> bool:
+    """True if a value is of a kind: a class, or an attribute that it has; None for any."""
+    return kind is None or (isinstance(found, kind) if isinstance(kind, type) else hasattr(found, kind))
+
+
+def _elements(function: Callable, found: Iterable, kind: type | str | None, expected: str) -> Iterator:
+    """Yield elements of a kind. Raises ConfigError for another."""
+    for each in found:
+        if not _is_of(each, kind):
+            raise returned(function, each, f"elements of {expected}")
+        yield each
+
+
+def _check_loaded(function: Callable, found: Mapping, names: Collection[str]) -> None:
+    """Raise DataError for what is no tensor on the CPU, and for other keys than `names`."""
+    for key, value in found.items():
+        if key not in names:
+            raise DataError(f"{place(function)} returned the key {key!r}, expected of {', '.join(names)}")
+        if getattr(getattr(value, "device", None), "type", None) != "cpu":
+            raise DataError(str(returned(function, value, f"a tensor on the CPU as {key!r}")))
 
 
 def _check_dtypes(function: Callable, module: object) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.config.arguments import every_flag
 from llava_ds.config.parsing import build_parser, parse_arguments
-from llava_ds.config.plugin_calls import error_of_plugin
+from llava_ds.config.plugin_calls import error_of_plugin, place
 from llava_ds.config.plugins import load
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import collate
@@ -225,6 +225,33 @@ RESULTS = {
         lambda one: one.fields.load({}),
         "Mapping[str, Tensor]",
     ),
+    "element": (
+        "extension = Extension(check=lambda _: [3])",
+        lambda one: list(one.check(1)),
+        "elements of Iterator[str]",
+    ),
+    "windows of numbers": (
+        "class Own(SessionPart):\n    def windows(self, *_): return [3]\nextension = Extension(part=Own)",
+        lambda one: list(one.part.windows(None, 1, 2, 3)),
+        "elements of Iterator[Window]",
+    ),
+    "groups without a rate": (
+        "class Own(Wrap):\n    def groups(self, groups): return [{'params': []}]\nextension = Extension(wrap=Own())",
+        lambda one: one.wrap.groups([]),
+        "groups that have params and lr",
+    ),
+    "another key": (
+        "class Own(RecordFields):\n    names = ('a',)\n    def load(self, values): return {'b': 3}\n"
+        "extension = Extension(fields=Own())",
+        lambda one: one.fields.load({}),
+        "of a",
+    ),
+    "a number": (
+        "class Own(RecordFields):\n    names = ('a',)\n    def load(self, values): return {'a': 3}\n"
+        "extension = Extension(fields=Own())",
+        lambda one: one.fields.load({}),
+        "a tensor on the CPU as 'a'",
+    ),
     "stride": (
         PROJECTOR.replace("def build", "def stride(self, option): return '2'\n    def build"),
         lambda one: one.choices["mm_projector_type"].stride("4"),
@@ -254,6 +281,7 @@ extension = Extension(hooks=((Phase.LOG, Own),), fields=Fields(), plan=at, modul
 """
     load([write(tmp_path, FLAGS + text)])
     one = active(["idea"]).extensions["idea"]
+    assert "idea.py:20 in <lambda>" in place(one.module)
     with pytest.raises(ConfigError, match=r"idea.py:20 in <lambda>: ZeroDivisionError: division by zero"):
         one.module(1, 2, 3)
     with pytest.raises(DataError, match=r"idea.py:18 in Fields.load: KeyError: 'sdie'$"):
