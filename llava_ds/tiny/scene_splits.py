@@ -2,7 +2,8 @@
 
 import json
 import math
-import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +35,10 @@ def write_splits(folder, seed, num_pretrain, num_finetune, num_heldout):
                     record["image"] = f"{name}/{index:06d}.png"
                     pictures.append((scene, folder / record["image"]))
                 records.append(record)
-            drawing.append(pool.starmap_async(_save_picture, pictures, chunksize=100))
+            drawing.append(pool.map(_save_picture, *zip(*pictures), chunksize=100))
             (folder / f"{name}.json").write_text(json.dumps(records, indent=1))
         for job in drawing:
-            job.get()
+            list(job)  # raises what a process raised
 
 
 def write_questions(folder, seed, splits):
@@ -55,16 +56,13 @@ def write_questions(folder, seed, splits):
                 picture = f"{name}/{index:06d}.png"
                 pictures.append((scene, folder / picture))
                 records.append({"id": f"{name}-{index:06d}", **record, "image": picture})
-            pool.starmap(_save_picture, pictures, chunksize=100)
+            list(pool.map(_save_picture, *zip(*pictures), chunksize=100))
             (folder / f"{name}.json").write_text(json.dumps(records, indent=1))
 
 
 def _drawing_processes():
-    """Start two processes that draw images.
-
-    Forked, not spawned: a spawned child first imports the caller's script, and with it torch and deepspeed.
-    """
-    return multiprocessing.get_context("fork").Pool(2)
+    """Start two processes that draw images, forked: a spawned one would first import torch and deepspeed."""
+    return ProcessPoolExecutor(2, get_context("fork"))
 
 
 def pretrain_records(rng, count):
