@@ -55,8 +55,8 @@ def _features(folder: Path, images: list[Path]) -> torch.Tensor:
 
 @torch.inference_mode()
 def _embeddings(folder: Path, names: list[str]) -> torch.Tensor:
-    """Return the mean embedding of a name's words without the article, (N, D)."""
+    """Return the mean embedding of a name's tokens, (N, D)."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     table = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).get_input_embeddings().weight
-    words = [f" {name.partition(' ')[2]}" for name in names]
-    return torch.stack([table[tokenizer(text, add_special_tokens=False)["input_ids"]].mean(0) for text in words])
+    tokens = [tokenizer(f" {name}", add_special_tokens=False)["input_ids"] for name in names]
+    return torch.stack([table[each].mean(0) for each in tokens])
