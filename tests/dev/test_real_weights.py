@@ -1,6 +1,10 @@
 """The converters and the split of make real, on tiny weights and stamps."""
 
+import re
+import struct
 import sys
+import zlib
+from collections import Counter
 from pathlib import Path
 
 import gguf
@@ -140,31 +144,173 @@ def test_names_are_the_noun_phrases_that_texts_begin_with(line, name):
     assert name_of(line) == name
 
 
-def test_an_object_is_on_one_side_wherever_its_pictures_lie(tmp_path):
-    from real.stamps import read_stamps, split
+NOUNS = """
+  1 a licence
+00000001 03 n 01 physical_entity 0 000 | an entity
+00000002 03 n 02 animal 0 beast 0 001 @ 00000001 n 0000 | a living organism (not a plant); "a wild animal"
+00000003 05 n 02 mouse 0 house_mouse 1 002 @ 00000002 n 0000 ~ 00000002 n 0000 | a small rodent; "it ran"
+00000004 06 n 01 tow_truck 0 001 @ 00000001 n 0000 | a truck that tows
+00000005 06 n 01 truck 0 001 @ 00000001 n 0000 | a vehicle
+00000006 15 n 01 Paris 0 001 @i 00000001 n 0000 | a city
+00000007 07 n 01 kindness 0 000 | a quality
+00000008 06 n 01 down 0 001 @ 00000001 n 0000 | soft feathers
+00000009 06 n 02 lorry 0 motor_lorry 0 001 @ 00000005 n 0000 | a British truck
+"""
 
-    def write(where, line):
-        file = tmp_path / where
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGBA", (4, 4), "red").save(file.with_suffix(".png"))
-        file.with_suffix(".txt").write_text(f"{line}\nfr.utf8=...\n")
 
-    for i in range(60):
-        write(f"things/thing{chr(97 + i // 10)}{chr(97 + i % 10)}", f"A thing{chr(97 + i // 10)}{chr(97 + i % 10)}.")
-    for where, line in {
-        "people/eye_blue_left": "A blue eye.", "people/eye_green": "A green eye.", "clothes/hat1": "A big hat.",
-        "seasonal/red-hat": "A festive cap.", "food/orange": "An orange.", "symbols/a": "A letter.",
-    }.items():  # fmt: skip
-        write(where, line)
-    stamps = read_stamps(tmp_path)
-    assert len(stamps) == 65  # symbols are left out
-    for share in (0.15, 0.5, 0.85):
-        sides = [{stamp.id for stamp in side} for side in split(stamps, share)]
-        assert len(sides[0] | sides[1]) == 65 and not sides[0] & sides[1]
-        for one, other in (("people/eye_blue_left", "people/eye_green"), ("clothes/hat1", "seasonal/red-hat")):
-            assert (one in sides[0]) == (other in sides[0])
-        assert abs(len(sides[1]) - share * 65) < 15
-    fewer = split(stamps[::2], 0.5)
-    assert {stamp.id for stamp in fewer[1]} == {stamp.id for stamp in stamps[::2]} & {
-        stamp.id for stamp in split(stamps, 0.5)[1]
-    }
+def write_wordnet(folder: Path) -> None:
+    """A few nouns in WordNet's files. A mouse is first an animal, then a truck."""
+    lines = [line for line in NOUNS.splitlines() if line]
+    keys: dict[str, str] = {}
+    for line in lines[1:]:
+        fields = line.split()
+        for word in fields[4 : 4 + 2 * int(fields[3], 16) : 2]:
+            keys[word.lower()] = fields[0]
+    index = [f"{word} n 1 1 @ 1 0 {key}" for word, key in keys.items() if word != "mouse"]
+    folder.mkdir(parents=True)
+    (folder / "data.noun").write_text("\n".join(lines) + "\n")
+    (folder / "index.noun").write_text(
+        "\n".join(["  1 a licence", *index, "mouse n 2 2 @ ~ 2 0 00000003 00000005"]) + "\n"
+    )
+    (folder / "noun.exc").write_text("mice mouse\n")
+    (folder / "cntlist.rev").write_text("down%1:06:00:: 1 2\ndown%4:02:00:: 1 9\nmouse%1:05:00:: 1 3\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("a grey mouse", ("mouse", "00000003")),
+        ("three Mice", ("mouse", "00000003")),
+        ("my tow trucks", ("tow truck", "00000004")),
+        ("Eiffel in paris", None),  # a single thing
+        ("great kindness", None),  # no physical thing
+        ("going down", None),  # commoner as an adverb
+        ("frobnicate", None),
+        ("", None),
+    ],
+)
+def test_a_phrase_ends_in_the_longest_noun_that_names_a_thing(words, found, tmp_path):
+    from real.wordnet import WordNet
+
+    write_wordnet(tmp_path / "wordnet")
+    wordnet = WordNet(tmp_path / "wordnet")
+    assert wordnet.find(words.split()) == found
+    if found:
+        assert wordnet.name(wordnet.kinds(found[1])[-1]) == "physical_entity"
+    assert wordnet.gloss("00000002") == "a living organism"
+
+
+def write_resource(file: Path, files: dict[str, tuple[bytes, int]]) -> None:
+    """Write a Qt resource of version 1 with a folder "images" and files in it: content and flags."""
+    names, data, places = b"", b"", {}
+    for name in ("images", *files):
+        places[name] = len(names)
+        names += struct.pack(">HI", len(name), 0) + name.encode("utf-16-be")
+    entries = [struct.pack(">IHII", 0, 2, 1, 1), struct.pack(">IHII", places["images"], 2, len(files), 2)]
+    for name, (content, flags) in files.items():
+        stored = struct.pack(">I", len(content)) + zlib.compress(content) if flags == 1 else content
+        entries.append(struct.pack(">IHHHI", places[name], flags, 0, 1, len(data)))
+        data += struct.pack(">I", len(stored)) + stored
+    tree = b"".join(entries)
+    file.write_bytes(
+        struct.pack(">4sIIII", b"qres", 1, 20, 20 + len(tree), 20 + len(tree) + len(data)) + tree + data + names
+    )
+
+
+def test_a_qt_resource_yields_its_files(tmp_path):
+    from real.gcompris import read_resources
+
+    write_resource(tmp_path / "a.rcc", {"dog.svg": (b"<svg/>" * 9, 1), "cat.webp": (b"RIFF", 0)})
+    assert dict(read_resources(tmp_path / "a.rcc")) == {"/images/dog.svg": b"<svg/>" * 9, "/images/cat.webp": b"RIFF"}
+    write_resource(tmp_path / "b.rcc", {"dog.svg": (b"x", 4)})
+    with pytest.raises(ValueError, match="zstd"):
+        dict(read_resources(tmp_path / "b.rcc"))
+    (tmp_path / "c.rcc").write_bytes(b"PK\3\4" + bytes(20))
+    with pytest.raises(ValueError, match=r"c\.rcc: not a Qt resource"):
+        read_resources(tmp_path / "c.rcc")
+
+
+def test_drawings_come_once_with_their_rare_keywords(tmp_path):
+    from real.openclipart import read_drawings
+
+    def write(where, title, *words):
+        (tmp_path / where).parent.mkdir(parents=True, exist_ok=True)
+        keys = "".join(f"<rdf:li>{word}</rdf:li>" for word in words)
+        work = f"<cc:Work><dc:title>{title}</dc:title><dc:subject>{keys}</dc:subject></cc:Work>"
+        (tmp_path / where).write_text(f"<svg>{work}</svg>")
+
+    for i in range(21):
+        write(f"tools/saw{i}.svg", f"Saw &amp; {i}", "tool", f"saw{i}")
+    write("more/saw3.svg", "Saw again", "tool")
+    write("shapes/star.svg", "Star")
+    found = list(read_drawings(tmp_path))
+    assert len(found) == 21
+    assert sorted(each[0] for each in found if each[1].name == "saw3.svg") == ["more/saw3.svg"]
+    assert all(title.startswith("Saw") and "tool" not in words for _, _, title, words in found)
+    assert {words[0] for *_, words in found if words} == {f"saw{i}" for i in range(21) if i != 3}
+
+
+@pytest.mark.parametrize(
+    ("tag", "expected"),
+    [
+        ('<svg width="72pt" height="1in">', '<svg viewBox="0 0 96.000 96.000" width="96.000" height="96.000">'),
+        ('<svg width="96px" height="10" viewBox="0 0 1 1">', '<svg width="96.000" height="10.000" viewBox="0 0 1 1">'),
+        ('<svg width="100%" height="10">', '<svg width="100%" height="10">'),
+        ("no drawing", "no drawing"),
+    ],
+)
+def test_a_drawing_gets_a_size_in_pixels(tag, expected):
+    from real.pictures import in_pixels
+
+    assert in_pixels(f"<?xml?>{tag}</svg>") == f"<?xml?>{expected}</svg>"
+
+
+def things(nouns: list[tuple[str, str, bool]]):
+    from real.things import Thing, _groups
+
+    groups = _groups([(noun, sense) for noun, sense, _ in nouns])
+    picture = Image.new("RGBA", (4, 4), "red")
+    return [Thing(str(i), *each[:2], picture, each[2], group) for i, (each, group) in enumerate(zip(nouns, groups))]
+
+
+def test_a_noun_and_its_synonyms_are_on_one_side():
+    from real.things import split
+
+    linked = [("truck", "5", False), ("tow truck", "4", False), ("lorry", "5", False), ("lorry", "9", True)]
+    found = things([(f"thing{i}", f"x{i}", False) for i in range(200)] + linked)
+    for share in (0.2, 0.5, 0.8):
+        sides = split(found, share, share)
+        assert sum(map(len, sides)) == len(found) and abs(len(sides[1]) - 200 * share) < 30
+        assert not {each.group for each in sides[0]} & {each.group for each in sides[1]}
+        assert len({each in sides[0] for each in found[200:]}) == 1
+    assert [each for each in split(found, 0, 1)[1]] == found[200:]  # a group with a photograph
+
+
+def test_an_answer_without_looking_is_right_for_one_of_four():
+    from real.questions import quadruples
+
+    asked = quadruples(things([(f"thing{i // 2}", f"x{i // 2}", False) for i in range(82)]), 3, seed=0)
+    assert len(asked) == 3 * 40
+    assert Counter(Counter(question for _, question in asked).values()) == {4: 30}
+    for thing, question in asked:
+        assert re.search(rf"\b{thing.noun}\b", question)
+    first = [thing.noun == re.search(r": (\w+)", question)[1] for thing, question in asked]
+    assert sum(first) == 30
+
+
+def test_no_question_of_a_training_image_gives_a_later_answer_away(tmp_path):
+    from real.questions import Asker
+    from real.wordnet import WordNet
+
+    write_wordnet(tmp_path / "wordnet")
+    wordnet = WordNet(tmp_path / "wordnet")
+    found = things([("mouse", "00000003", False), ("tow truck", "00000004", False), ("lorry", "00000009", False),
+                    ("down", "00000008", False)])  # fmt: skip
+    asker, seen = Asker(found, wordnet, 0), Counter()
+    for _ in range(300):
+        turns = asker.turns(found[0])
+        assert all("mouse" not in answer for _, answer in turns[:-1])
+        seen[turns[0][0].split()[0], len(turns)] += 1
+        if turns[0][0] == "Is it a kind of animal?":
+            assert turns[0][1] == "yes"
+    assert set(seen) == {("Which", 1), ("Is", 2), ("What", 1), ("How", 1)}
