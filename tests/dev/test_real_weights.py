@@ -12,7 +12,15 @@ import pytest
 import torch
 from launching import ROOT
 from PIL import Image
-from transformers import AutoModelForCausalLM, AutoTokenizer, Dinov2Config, Dinov2Model, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    Dinov2Config,
+    Dinov2Model,
+    InternVLForConditionalGeneration,
+    LlamaConfig,
+)
 
 from llava_ds.extensions.gguf.gguf_folder import interleaved
 
@@ -117,6 +125,34 @@ def test_an_onnx_becomes_a_tower_with_the_same_features(tmp_path):
     images = torch.randn(2, 3, 28, 28)
     opened = Dinov2Model.from_pretrained(tmp_path / "tower").eval()
     assert torch.equal(opened(images).last_hidden_state, model(images).last_hidden_state)
+
+
+def test_a_tower_and_a_language_model_become_one_model_of_transformers(tmp_path):
+    from real.gguf_model import convert_gguf
+    from real.onnx_tower import convert_dinov2
+    from real.whole_model import TOKENS, compose, set_projector, squares
+
+    tower = write_tiny_onnx(tmp_path / "tiny.onnx")
+    convert_dinov2(tmp_path / "tiny.onnx", tmp_path / "tower", 56)
+    language = write_tiny_gguf(tmp_path / "tiny.gguf")
+    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "language_model")
+    compose(tmp_path / "tower", tmp_path / "language_model", 56, tmp_path / "model")
+    model = InternVLForConditionalGeneration.from_pretrained(tmp_path / "model").eval()
+    pixels, ids = torch.randn(2, 3, 56, 56), torch.tensor([[97, 98, 99]])
+    expected = tower(pixels, output_hidden_states=True).hidden_states[-2]
+    assert torch.equal(model.model.vision_tower(pixel_values=pixels).last_hidden_state, expected)
+    torch.testing.assert_close(model(input_ids=ids).logits[..., :258], language(ids).logits)
+    weight, bias = torch.randn(64, 128) / 50, torch.randn(64) / 10
+    set_projector(model, weight, bias)
+    projected = model.model.get_image_features(pixel_values=pixels).pooler_output
+    torch.testing.assert_close(projected, squares(model, pixels) @ weight.T + bias, atol=0.02, rtol=0.02)
+    processor = AutoProcessor.from_pretrained(tmp_path / "model")
+    content = [{"type": "image"}, {"type": "text", "text": "ab"}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    inputs = processor(images=[Image.new("RGB", (30, 20), "red")], text=text, return_tensors="pt")
+    assert inputs["pixel_values"].shape == (1, 3, 56, 56)
+    assert int((inputs["input_ids"] == model.config.image_token_id).sum()) == 1
+    assert set(TOKENS.values()) <= set(processor.tokenizer.get_vocab())
 
 
 def test_a_tensor_that_is_missing_is_named(tmp_path):

@@ -67,13 +67,13 @@ def draw(picture: Image.Image, side: int, rng: np.random.Generator | None = None
     return square
 
 
-def compose(pictures: dict[str, Image.Image], side: int) -> Image.Image:
+def place(pictures: dict[str, Image.Image], side: int) -> Image.Image:
     """Return a square RGB image with a picture in each of the given PLACES."""
     square, half = Image.new("RGB", (side, side), "white"), side // 2
-    for place, picture in pictures.items():
-        row, column = divmod(PLACES.index(place), 2)
+    for at, picture in pictures.items():
+        row, column = divmod(PLACES.index(at), 2)
         small = _scaled(picture, 0.88 * half)
-        corner = [half * at + (half - size) // 2 for at, size in zip((column, row), small.size)]
+        corner = [half * step + (half - size) // 2 for step, size in zip((column, row), small.size)]
         square.paste(small, corner, small)
     return square
 

@@ -8,7 +8,6 @@ from real.pictures import PLACES
 from real.things import Thing
 from real.wordnet import WordNet
 
-SYSTEM = ""
 NUMBERS = ("one", "two", "three", "four")
 SHARES = {"choice": 0.65, "kind": 0.2, "name": 0.1, "gloss": 0.05}  # of the training questions
 WIDEST = 0.2  # share of all things that the wider kind of a thing may have
@@ -22,7 +21,7 @@ def record(name: str, image: str, turns: Sequence[Turn]) -> dict:
     for question, answer in turns:
         conversation += [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
     conversation[0]["value"] = f"<image>\n{conversation[0]['value']}"
-    return {"id": name, "image": image, "system": SYSTEM, "conversations": conversation}
+    return {"id": name, "image": image, "conversations": conversation}
 
 
 def by_group(things: list[Thing]) -> dict[str, list[Thing]]:
