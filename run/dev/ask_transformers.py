@@ -1,7 +1,8 @@
 """Ask a model in transformers what run/evaluate.py asks: run/dev/ask_transformers.py MODEL IMAGES QUESTIONS.json
 
-QUESTIONS.json is in LLaVA's format, with one question and one image in each record. Nothing of llava_ds is used. Prints
-the share of answers that equal the reference, ignoring case and a final full stop.
+MODEL is a folder of transformers' InternVL; QUESTIONS.json is in LLaVA's format, with one question and one image in each
+record. Nothing of llava_ds is used, and no AutoProcessor: for InternVL it needs torchvision. Prints the share of answers
+that equal the reference, ignoring case and a final full stop.
 """
 
 import argparse
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoImageProcessor, AutoTokenizer, InternVLForConditionalGeneration
 
 
 @torch.inference_mode()
@@ -21,17 +22,21 @@ def main() -> None:
     parser.add_argument("images", type=Path)
     parser.add_argument("questions", type=Path)
     args = parser.parse_args()
-    processor = AutoProcessor.from_pretrained(args.model)
-    model = AutoModelForImageTextToText.from_pretrained(args.model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    processor = AutoImageProcessor.from_pretrained(args.model, backend="pil")
+    model = InternVLForConditionalGeneration.from_pretrained(args.model, dtype=torch.float32).eval()
+    shown = f"<img>{'<IMG_CONTEXT>' * model.config.image_seq_length}</img>"
     records, right = json.loads(args.questions.read_text(encoding="utf-8")), 0
     for record in records:
         question, answer = (turn["value"] for turn in record["conversations"])
         content = [{"type": "image"}, {"type": "text", "text": question.removeprefix("<image>\n")}]
-        text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        messages = [{"role": "user", "content": content}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        inputs = tokenizer(text.replace("<IMG_CONTEXT>", shown), add_special_tokens=False, return_tensors="pt")
         image = Image.open(args.images / record["image"]).convert("RGB")
-        inputs = processor(images=[image], text=text, return_tensors="pt")
+        inputs["pixel_values"] = processor(images=[image], return_tensors="pt")["pixel_values"]
         made = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-        said = processor.tokenizer.decode(made, skip_special_tokens=True)
+        said = tokenizer.decode(made, skip_special_tokens=True)
         right += said.strip().removesuffix(".").lower() == answer.lower()
     print(f"{args.questions.name} in transformers: {right} of {len(records)} correct ({right / len(records):.3f})")
 

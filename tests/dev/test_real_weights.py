@@ -13,8 +13,8 @@ import torch
 from launching import ROOT
 from PIL import Image
 from transformers import (
+    AutoImageProcessor,
     AutoModelForCausalLM,
-    AutoProcessor,
     AutoTokenizer,
     Dinov2Config,
     Dinov2Model,
@@ -142,17 +142,36 @@ def test_a_tower_and_a_language_model_become_one_model_of_transformers(tmp_path)
     expected = tower(pixels, output_hidden_states=True).hidden_states[-2]
     assert torch.equal(model.model.vision_tower(pixel_values=pixels).last_hidden_state, expected)
     torch.testing.assert_close(model(input_ids=ids).logits[..., :258], language(ids).logits)
-    weight, bias = torch.randn(64, 128) / 50, torch.randn(64) / 10
-    set_projector(model, weight, bias)
+    inner, outer = torch.nn.Linear(128, 32), torch.nn.Linear(32, 64)
+    set_projector(model, inner, outer)
     projected = model.model.get_image_features(pixel_values=pixels).pooler_output
-    torch.testing.assert_close(projected, squares(model, pixels) @ weight.T + bias, atol=0.02, rtol=0.02)
-    processor = AutoProcessor.from_pretrained(tmp_path / "model")
-    content = [{"type": "image"}, {"type": "text", "text": "ab"}]
-    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    inputs = processor(images=[Image.new("RGB", (30, 20), "red")], text=text, return_tensors="pt")
-    assert inputs["pixel_values"].shape == (1, 3, 56, 56)
-    assert int((inputs["input_ids"] == model.config.image_token_id).sum()) == 1
-    assert set(TOKENS.values()) <= set(processor.tokenizer.get_vocab())
+    torch.testing.assert_close(projected, outer(inner(squares(model, pixels))))
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "model", backend="pil")
+    shown = processor(images=[Image.new("RGB", (30, 20), "red")], return_tensors="pt")
+    assert shown["pixel_values"].shape == (1, 3, 56, 56)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert set(TOKENS.values()) <= set(tokenizer.get_vocab())
+    question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a or b?"}]}
+    prompt = tokenizer.apply_chat_template([question], add_generation_prompt=True, tokenize=False)
+    answered = tokenizer.apply_chat_template([question, {"role": "assistant", "content": "a"}], tokenize=False)
+    assert prompt == "<|im_start|>user: <IMG_CONTEXT>\na or b?<|im_end|>\n<|im_start|>assistant:"
+    assert answered == f"{prompt} a<|im_end|>\n"
+
+
+def test_ridge_regression_in_two_layers_keeps_what_a_line_explains():
+    from real.first_projector import _ridge
+
+    torch.manual_seed(0)
+    inputs, weight = torch.randn(400, 8) * 3 + 1, torch.randn(8, 10)
+    weight[:, 5:] = weight[:, :5] @ torch.randn(5, 5)  # of rank 5, as many as the hidden layer has components
+    targets = inputs @ weight + 7
+    inner, outer = _ridge(inputs, targets, 1e-6)
+    hidden = inner(inputs)
+    assert hidden.shape == (400, 5)
+    torch.testing.assert_close(hidden.std(0), torch.ones(5))
+    torch.testing.assert_close(outer(hidden).mean(0), targets.mean(0), atol=1e-3, rtol=1e-4)
+    made, wanted = outer(hidden) - outer(hidden).mean(0), targets - targets.mean(0)
+    torch.testing.assert_close(made / made.std(), wanted / wanted.std(), atol=1e-3, rtol=1e-3)
 
 
 def test_a_tensor_that_is_missing_is_named(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from real.onnx_tower import PROCESSOR
 from real.whole_model import set_projector, squares
+from torch import nn
 from transformers import AutoTokenizer, InternVLForConditionalGeneration
 
 RIDGE = 1000.0  # for features with standard deviation 1, per square
@@ -25,15 +26,25 @@ def write_projector(folder: Path, named: list[tuple[Path, str]]) -> None:
     )  # (N, S, C)
     words = _embeddings(model, AutoTokenizer.from_pretrained(folder), [name for _, name in named])  # (N, D)
     inputs, targets = features.flatten(0, 1), words.repeat_interleave(features.shape[1], 0)
+    set_projector(model, *_ridge(inputs, targets, RIDGE * features.shape[1]))
+    model.save_pretrained(folder)
+
+
+def _ridge(inputs: torch.Tensor, targets: torch.Tensor, penalty: float) -> tuple[nn.Linear, nn.Linear]:
+    """Return ridge regression as two layers, which between them keep D / 2 components, each scaled to deviation 1."""
     mean, deviation, middle = inputs.mean(0), inputs.std(0), targets.mean(0)
     inputs, targets = (inputs - mean) / deviation, targets - middle
-    penalty = RIDGE * features.shape[1] * torch.eye(inputs.shape[1])
-    weight = torch.linalg.solve(inputs.T @ inputs + penalty, inputs.T @ targets)  # (C, D)
+    penalties = penalty * torch.eye(inputs.shape[1])
+    weight = torch.linalg.solve(inputs.T @ inputs + penalties, inputs.T @ targets)  # (C, D)
     # Ridge shrinks its predictions: scale them to the variance of the embeddings.
     weight *= targets.std(0).mean() / (inputs @ weight).std(0).mean()
-    weight = (weight / deviation[:, None]).T.contiguous()
-    set_projector(model, weight, middle - weight @ mean)
-    model.save_pretrained(folder)
+    components = torch.linalg.svd(inputs @ weight, full_matrices=False)[2][: weight.shape[1] // 2]  # (D / 2, D)
+    scale = (inputs @ weight @ components.T).std(0)
+    inner, outer = nn.Linear(*weight.shape), nn.Linear(*weight.T.shape)
+    inner.weight = nn.Parameter((weight @ components.T / scale / deviation[:, None]).T)
+    inner.bias = nn.Parameter(-inner.weight.detach() @ mean)
+    outer.weight, outer.bias = nn.Parameter(components.T * scale), nn.Parameter(middle)
+    return inner, outer
 
 
 def _pixels(named: list[tuple[Path, str]]) -> torch.Tensor:
