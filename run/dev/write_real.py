@@ -18,7 +18,7 @@ from real.first_projector import write_projector
 from real.gguf_model import convert_gguf
 from real.onnx_tower import convert_dinov2
 from real.pictures import draw, place
-from real.questions import Asker, by_group, kind_question, kinds_of, quadruples, record, scene
+from real.questions import Asker, by_group, defined, kind_question, kinds_of, quadruples, record, scene
 from real.things import Thing, read_things, split
 from real.whole_model import compose
 from real.wordnet import WordNet
@@ -26,6 +26,7 @@ from real.wordnet import WordNet
 SIDE = 224  # pixels: 256 patches
 VARIED = 4  # training images of a thing
 SCENES = 0.05  # training images with several things, for each with one
+DEFINED = 0.35  # questions without an image, for each image of one thing
 HELD_OUT, HELD_OUT_PHOTOS = 0.2, 0.5  # of the groups of nouns without and with photographs
 ROUNDS = {"choices": 3, "photos-unseen": 4, "photos-seen": 2}
 SCENES_ASKED = 50
@@ -56,7 +57,7 @@ def main() -> None:
     images = args.folder / "images"
     images.mkdir(exist_ok=True)
     files = {
-        "train": train(seen, wordnet, images),
+        "train": train(seen, [*unseen, *photos["photos-unseen"]], wordnet, images),
         **heldout(unseen, wordnet, images),
         **{name: choices(things, ROUNDS[name], images) for name, things in photos.items()},
     }
@@ -66,14 +67,18 @@ def main() -> None:
     write_projector(args.folder / "model", named)
 
 
-def train(things: list[Thing], wordnet: WordNet, images: Path) -> list[dict]:
-    """Draw the training images, and ask about each."""
+def train(things: list[Thing], unseen: list[Thing], wordnet: WordNet, images: Path) -> list[dict]:
+    """Draw the training images, and ask about each; ask for other nouns by their definitions."""
     asker, rng, records = Asker(things, wordnet, 0), np.random.default_rng(1), []
     for thing in things:
         for image in _varied(thing, images):
             records.append(record(thing.id, image.name, asker.turns(thing)))
     scenes = _scenes(things, round(SCENES * len(records)), "train", rng, images)
-    return records + [record(name, name, turns) for name, turns in scenes]
+    texts = [
+        record(f"wordnet/{i}", None, [turn])
+        for i, turn in enumerate(defined(wordnet, unseen, round(DEFINED * len(records)), 4))
+    ]
+    return records + [record(name, name, turns) for name, turns in scenes] + texts
 
 
 def heldout(things: list[Thing], wordnet: WordNet, images: Path) -> dict[str, list[dict]]:

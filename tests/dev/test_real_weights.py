@@ -253,6 +253,7 @@ def test_a_phrase_ends_in_the_longest_noun_that_names_a_thing(words, found, tmp_
     if found:
         assert wordnet.name(wordnet.kinds(found[1])[-1]) == "physical_entity"
     assert wordnet.gloss("00000002") == "a living organism"
+    assert [*wordnet.things()] == [("mouse", "00000003")]  # the only thing in WordNet's texts
 
 
 def write_resource(file: Path, files: dict[str, tuple[bytes, int]]) -> None:
@@ -351,6 +352,26 @@ def test_an_answer_without_looking_is_right_for_one_of_four():
         assert re.search(rf"\b{thing.noun}\b", question)
     first = [thing.noun == re.search(r": (\w+)", question)[1] for thing, question in asked]
     assert sum(first) == 30
+
+
+def test_nouns_that_are_held_out_are_not_asked_for_by_definition():
+    from real.questions import defined
+
+    class Nouns:
+        def things(self):
+            return [(f"thing{i}", f"x{i}") for i in range(40)] + [("tow thing3", "y")]
+
+        def gloss(self, key):
+            return f"what {key} means" + "." * 70 * (key == "x7")
+
+    held_out = things([("big thing3", "z", False), ("other", "x4", False)])
+    turns = defined(Nouns(), held_out, 200, seed=0)
+    assert len(turns) == 200
+    for question, answer in turns:
+        gloss, nouns = re.fullmatch(r"It is what (\w+) means\. Which is it: (.*)\?", question).groups()
+        asked = re.split(", | or ", nouns)
+        assert len({*asked}) == 4 and answer in asked and gloss == answer.replace("thing", "x")
+        assert not {"thing3", "tow thing3", "thing4", "thing7"} & {*asked}
 
 
 def test_no_question_of_a_training_image_gives_a_later_answer_away(tmp_path):

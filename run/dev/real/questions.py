@@ -12,14 +12,18 @@ NUMBERS = ("one", "two", "three", "four")
 SHARES = {"choice": 0.65, "kind": 0.2, "name": 0.1, "gloss": 0.05}  # of the training questions
 WIDEST = 0.2  # share of all things that the wider kind of a thing may have
 
+LONGEST = 70  # characters of a definition
+
 Turn = tuple[str, str]  # question and answer
 
 
-def record(name: str, image: str, turns: Sequence[Turn]) -> dict:
-    """Return a record in LLaVA's format: a conversation about an image."""
+def record(name: str, image: str | None, turns: Sequence[Turn]) -> dict:
+    """Return a record in LLaVA's format: a conversation about an image, or without one."""
     conversation = []
     for question, answer in turns:
         conversation += [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    if image is None:
+        return {"id": name, "conversations": conversation}
     conversation[0]["value"] = f"<image>\n{conversation[0]['value']}"
     return {"id": name, "image": image, "conversations": conversation}
 
@@ -70,6 +74,21 @@ class Asker:
     def gloss(self, thing: Thing) -> Turn:
         """Ask for WordNet's definition."""
         return "How is it defined?", self._wordnet.gloss(thing.sense)
+
+
+def defined(wordnet: WordNet, avoided: list[Thing], count: int, seed: int) -> list[Turn]:
+    """Ask which of four nouns has a definition. No noun, sense or last word is that of an avoided thing."""
+    words, senses = {each.noun.split()[-1] for each in avoided}, {each.sense for each in avoided}
+    known = []
+    for noun, key in wordnet.things():
+        gloss = wordnet.gloss(key)
+        if noun.split()[-1] not in words and key not in senses and noun not in gloss and len(gloss) <= LONGEST:
+            known.append((noun, gloss))
+    rng, found = np.random.default_rng(seed), []
+    for _ in range(count):
+        (noun, gloss), *others = (known[i] for i in rng.choice(len(known), 4, replace=False))
+        found.append((f"It is {gloss}. {which([noun, *(other for other, _ in others)], rng)}", noun))
+    return found
 
 
 def which(nouns: list[str], rng: np.random.Generator) -> str:

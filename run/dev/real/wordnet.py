@@ -5,6 +5,7 @@ Format of the files: wndb(5WN). A sense's key is the offset of its line in data.
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,11 +52,20 @@ class WordNet:
             noun = "_".join([*before, self._singular("_".join([*before, last]), last)])
             if noun in self._first:
                 key = self._first[noun]
-                is_thing = PHYSICAL in {self.name(each) for each in self.kinds(key)}
-                uses = [self._uses[noun, part] for part in _NOUN + _OTHERS]
-                fits = is_thing and not self._senses[key].is_instance and uses[0] == max(uses) and len(last) > 2
-                return (noun.replace("_", " "), key) if fits else None
+                return (noun.replace("_", " "), key) if self._is_thing(noun) and len(last) > 2 else None
         return None
+
+    def things(self) -> Iterator[tuple[str, str]]:
+        """Yield each noun that names a physical thing and is used in WordNet's texts, and its commonest sense's key."""
+        for noun, key in self._first.items():
+            if self._uses[noun, _NOUN] and self._is_thing(noun):
+                yield noun.replace("_", " "), key
+
+    def _is_thing(self, noun: str) -> bool:
+        """True for a noun that names a kind of physical thing, and isn't commoner as another part of speech."""
+        key, uses = self._first[noun], [self._uses[noun, part] for part in _NOUN + _OTHERS]
+        is_physical = PHYSICAL in {self.name(each) for each in self.kinds(key)}
+        return is_physical and not self._senses[key].is_instance and uses[0] == max(uses)
 
     def kinds(self, key: str) -> list[str]:
         """Return keys of a sense and what it is a kind of, up to the most general."""
