@@ -92,8 +92,9 @@ real: install $(REAL)/.written
 	  --model_name_or_path $(REAL)/model --data_path $(REAL)/train.json --image_folder $(REAL)/images \
 	  --output_dir $(REAL)-finetune $(ARGS)
 	for questions in choices photos-unseen photos-seen kinds names scenes; do \
+	  case $$questions in choices|photos*) without=--compare_without_image;; *) without=;; esac; \
 	  $(ASK) run/evaluate.py --model_path $(REAL)-finetune --data_path $(REAL)/$$questions.json \
-	    --image_folder $(REAL)/images --compare_blank_image --compare_without_image \
+	    --image_folder $(REAL)/images --max_new_tokens 16 --compare_blank_image $$without \
 	    --output $(REAL)-finetune/evaluation-$$questions.json || exit; done
 	$(BIN)/python run/dev/ask_transformers.py $(REAL)-finetune $(REAL)/images $(REAL)/choices.json
 	$(BIN)/python run/dev/probe_real.py $(REAL)
