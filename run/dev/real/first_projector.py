@@ -1,7 +1,7 @@
 # N images, S squares per image, C tower width, D language-model width
 """Fit an initial projector: ridge regression from images to the embeddings of the words in their names.
 
-From a projector of random numbers, training needs far more images than these until it tells one object from another.
+A projector of random numbers needs far more images than these until objects differ in what it returns.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ def write_projector(folder: Path, named: list[tuple[Path, str]]) -> None:
 
 
 def _ridge(inputs: torch.Tensor, targets: torch.Tensor, penalty: float) -> tuple[nn.Linear, nn.Linear]:
-    """Return ridge regression as two layers, which between them keep D / 2 components, each scaled to deviation 1."""
+    """Return ridge regression as two layers. Between them are D / 2 components, each scaled to deviation 1."""
     mean, deviation, middle = inputs.mean(0), inputs.std(0), targets.mean(0)
     inputs, targets = (inputs - mean) / deviation, targets - middle
     penalties = penalty * torch.eye(inputs.shape[1])

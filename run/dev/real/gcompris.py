@@ -1,4 +1,4 @@
-"""GCompris's images: drawings, and photographs, whose file names say what they show.
+"""GCompris's images: drawings and photographs. File names are the names of the things in them.
 
 GCompris keeps them in Qt's binary resources (rcc): a tree of names, with data that may be compressed by zlib.
 """
@@ -44,7 +44,7 @@ def read_resources(file: Path) -> Iterator[tuple[str, bytes]]:
         (length,) = struct.unpack_from(">I", stored, data + start)
         content = stored[data + start + 4 : data + start + 4 + length]
         if flags & _ZSTD:
-            raise ValueError(f"{file}: {path} is compressed by zstd, which is not read here")
+            raise ValueError(f"{file}: {path} is compressed by zstd: only zlib is supported")
         yield path, zlib.decompress(content[4:]) if flags & _COMPRESSED else content
 
     return entries(0, "")

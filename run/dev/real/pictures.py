@@ -31,7 +31,7 @@ def read_picture(source: Path | bytes | Image.Image, is_svg: bool, side: int) ->
 
 
 def in_pixels(svg: str) -> str:
-    """Give a drawing a size in pixels and a view box: the renderer refuses one with neither."""
+    """Give a drawing a size in pixels and a view box: without both, the renderer refuses it."""
     tag = re.search(r"<svg\b[^>]*>", svg, re.DOTALL)
     keys = ("width", "height")
     sizes = [re.search(rf'\b{key}\s*=\s*"\s*([\d.]+)\s*([a-z]*)\s*"', tag[0] if tag else "") for key in keys]
@@ -51,7 +51,7 @@ def is_photograph(picture: Image.Image) -> bool:
 
 
 def draw(picture: Image.Image, side: int, rng: np.random.Generator | None = None) -> Image.Image:
-    """Return a square RGB image with the picture centred on white; with rng, varied without affecting its name."""
+    """Return a square RGB image centred on white; with rng, varied without affecting its name."""
     scale, ground = 0.94, (255, 255, 255)
     if rng is not None:
         if rng.random() < 0.5:
@@ -68,7 +68,7 @@ def draw(picture: Image.Image, side: int, rng: np.random.Generator | None = None
 
 
 def place(pictures: dict[str, Image.Image], side: int) -> Image.Image:
-    """Return a square RGB image with a picture in each of the given PLACES."""
+    """Return a square RGB image with one image in each of the given PLACES."""
     square, half = Image.new("RGB", (side, side), "white"), side // 2
     for at, picture in pictures.items():
         row, column = divmod(PLACES.index(at), 2)

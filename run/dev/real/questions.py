@@ -1,4 +1,4 @@
-"""Questions about pictures of one thing, or of several things together, in LLaVA's format."""
+"""Questions about images of one thing, or of several things together, in LLaVA's format."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from real.things import Thing
 from real.wordnet import WordNet
 
 NUMBERS = ("one", "two", "three", "four")
-SHARES = {"choice": 0.65, "kind": 0.2, "name": 0.1, "gloss": 0.05}  # of the training questions
+SHARES = {"choice": 0.65, "kind": 0.2, "name": 0.1, "gloss": 0.05}  # of training questions: a share for each kind
 WIDEST = 0.2  # share of all things that the wider kind of a thing may have
 
 LONGEST = 70  # characters of a definition
@@ -29,7 +29,7 @@ def record(name: str, image: str | None, turns: Sequence[Turn]) -> dict:
 
 
 def by_group(things: list[Thing]) -> dict[str, list[Thing]]:
-    """Return the things of each group, so that a noun with many pictures isn't drawn more often than others."""
+    """Return the things of each group, so that a noun with many images isn't drawn more often than others."""
     groups: dict[str, list[Thing]] = {}
     for thing in things:
         groups.setdefault(thing.group, []).append(thing)
@@ -48,7 +48,7 @@ class Asker:
     def turns(self, thing: Thing) -> list[Turn]:
         """Draw questions about a thing: one, or a choice after a question for its kind.
 
-        No answer gives a later one away: with several choices about an image, all but the first only train copying.
+        No answer gives a later one away: with several choices about an image, every later one only trains copying.
         """
         kind = self._rng.choice(list(SHARES), p=list(SHARES.values()))
         return [self.kind(thing), self.choice(thing)] if kind == "kind" else [getattr(self, kind)(thing)]
@@ -77,7 +77,7 @@ class Asker:
 
 
 def defined(wordnet: WordNet, avoided: list[Thing], count: int, seed: int) -> list[Turn]:
-    """Ask which of four nouns has a definition. No noun, sense or last word is that of an avoided thing."""
+    """Ask which of four nouns has a definition. No noun shares its sense or its last word with an avoided thing."""
     words, senses = {each.noun.split()[-1] for each in avoided}, {each.sense for each in avoided}
     known = []
     for noun, key in wordnet.things():
@@ -100,7 +100,7 @@ def which(nouns: list[str], rng: np.random.Generator) -> str:
 def quadruples(things: list[Thing], rounds: int, seed: int) -> list[tuple[Thing, str]]:
     """Return things, each with a question for one of four nouns.
 
-    Four things share each question, whose nouns are theirs: an answer without looking is correct for one of four.
+    Four things share each question and are its nouns: an answer without looking is correct for one of four.
     """
     rng, groups, found = np.random.default_rng(seed), list(by_group(things).values()), []
     for _ in range(rounds):
@@ -137,7 +137,7 @@ def kind_question(
 
 
 def scene(things: list[Thing], rng: np.random.Generator) -> tuple[dict[str, Thing], list[Turn]]:
-    """Draw one to four things in places, and ask how many there are and where one of them is."""
+    """Draw one to four things in places; return them with questions for their number and the place of one."""
     count = int(rng.integers(1, 5))
     places = [PLACES[i] for i in sorted(rng.permutation(4)[:count])]
     drawn: list[Thing] = []

@@ -37,7 +37,7 @@ def read_stamps(folder: Path) -> list[Stamp]:
 
 
 def name_of(line: str) -> str | None:
-    """Return the noun phrase with an article at the start of a line; None if there is none or it is too long."""
+    """Return the noun phrase with an article at the start of a line; None without one, or if it is too long."""
     phrase = _CUT.split(re.sub(r"\s*\([^)]*\)", "", line))[0]
     words = re.sub(r"[“”\"‘]", "", phrase).split()
     if len(words) < 2 or len(words) > LONGEST or words[0].lower() not in ARTICLES:

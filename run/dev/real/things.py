@@ -1,4 +1,4 @@
-"""All pictures of make real: each with the noun that it shows, and on which side of the split it is."""
+"""All images of make real, each with its noun and its side of the split."""
 
 import hashlib
 import re
@@ -20,7 +20,7 @@ _LINKED = re.compile(r"\b(?:with|on|in|of|and|by|for|from)\b")
 
 @dataclass(frozen=True, eq=False)
 class Thing:
-    """A picture. noun: in lower case; sense: WordNet's key; group: see _groups."""
+    """An image. noun: in lower case; sense: WordNet's key; group: see _groups."""
 
     id: str
     noun: str
@@ -31,7 +31,7 @@ class Thing:
 
 
 def read_things(share: Path, wordnet: WordNet, side: int) -> list[Thing]:
-    """Read the packages' named pictures in share (Debian's /usr/share), at most side pixels wide and high."""
+    """Read the packages' named images in share (Debian's /usr/share), at most side pixels wide and high."""
     named = [(*each, noun) for *each, names in _sources(share, side) if (noun := _noun_of(names, wordnet))]
     with ProcessPoolExecutor() as pool:
         pictures = list(pool.map(_read, ((source, is_svg, side) for _, source, is_svg, _ in named), chunksize=16))
@@ -47,7 +47,7 @@ def split(things: list[Thing], held_out: float, of_photographed: float) -> tuple
     """Split by group, into training and held-out things; groups with photographs have a share of their own.
 
     No noun of one side, nor a synonym or a noun with the same last word, is on the other. A hash decides, so another
-    package doesn't change the side of the nouns that it neither shows nor links.
+    package doesn't change the side of other nouns.
     """
     photographed = {thing.group for thing in things if thing.is_photograph}
     sides: tuple[list[Thing], list[Thing]] = ([], [])
@@ -59,7 +59,7 @@ def split(things: list[Thing], held_out: float, of_photographed: float) -> tuple
 
 
 def _sources(share: Path, side: int) -> Iterator[tuple]:
-    """Yield id, source of the picture, whether it is SVG, and candidate names, the best first."""
+    """Yield id, source of the image, whether it is SVG, and candidate names, the best first."""
     for path, file, title, keywords in read_drawings(share / "openclipart" / "svg"):
         yield f"openclipart/{path}", file, True, [title, keywords]
     for stamp in read_stamps(share / "tuxpaint" / "stamps"):

@@ -39,7 +39,7 @@ _PARTS = {
 
 
 def compose(tower: Path, language_model: Path, side: int, folder: Path) -> None:
-    """Write the model, whose images are squares of side pixels. The tower's last layer is left out, as in LLaVA.
+    """Write the model. Its images are squares of side pixels. The tower's last layer is left out, as in LLaVA.
 
     The projector is random until set_projector.
     """

@@ -1,4 +1,4 @@
-"""WordNet's nouns: their senses, what they are kinds of, and their definitions.
+"""WordNet's nouns: senses, hypernyms and definitions.
 
 Format of the files: wndb(5WN). A sense's key is the offset of its line in data.noun.
 """
@@ -21,7 +21,7 @@ class Sense:
     words: tuple[str, ...]
     parents: tuple[str, ...]
     gloss: str
-    is_instance: bool  # of a single thing: a person, a place
+    is_instance: bool  # a single thing: a person, a place
 
 
 class WordNet:
@@ -68,7 +68,7 @@ class WordNet:
         return is_physical and not self._senses[key].is_instance and uses[0] == max(uses)
 
     def kinds(self, key: str) -> list[str]:
-        """Return keys of a sense and what it is a kind of, up to the most general."""
+        """Return the keys of a sense and its hypernyms, up to the most general."""
         chain = [key]
         while parents := self._senses[chain[-1]].parents:
             chain.append(parents[0])
@@ -92,7 +92,7 @@ class WordNet:
 
 
 def _lines(file: Path) -> list[str]:
-    """Return a file's lines without its licence, which is indented."""
+    """Return a file's lines without its licence, in indented lines."""
     return [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith("  ")]
 
 
