@@ -24,7 +24,7 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     processor = AutoImageProcessor.from_pretrained(args.model, backend="pil")
-    model = InternVLForConditionalGeneration.from_pretrained(args.model, dtype=torch.float32).eval()
+    model = InternVLForConditionalGeneration.from_pretrained(args.model, dtype="auto").eval()
     shown = f"<img>{'<IMG_CONTEXT>' * model.config.image_seq_length}</img>"
     records, right = json.loads(args.questions.read_text(encoding="utf-8")), 0
     for record in records:
@@ -34,7 +34,7 @@ def main() -> None:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         inputs = tokenizer(text.replace("<IMG_CONTEXT>", shown), add_special_tokens=False, return_tensors="pt")
         image = Image.open(args.images / record["image"]).convert("RGB")
-        inputs["pixel_values"] = processor(images=[image], return_tensors="pt")["pixel_values"]
+        inputs["pixel_values"] = processor(images=[image], return_tensors="pt")["pixel_values"].to(model.dtype)
         made = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         said = tokenizer.decode(made, skip_special_tokens=True)
         right += said.strip().removesuffix(".").lower() == answer.lower()
