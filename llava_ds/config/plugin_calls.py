@@ -114,6 +114,8 @@ def _elements(function: Callable, found: Iterable, kind: type | str | None, expe
     for each in found:
         if not _is_of(each, kind):
             raise returned(function, each, f"elements of {expected}")
+        if kind == "micro_batches" and not each.micro_batches:
+            raise returned(function, each, "windows with micro-batches")
         yield each
 
 

@@ -144,7 +144,9 @@ def exit_with(
         _handle_interrupts(_raise_interrupt)
         try:
             code = main() or 0
-        except SystemExit as leaving:  # raised by --help, or by a command run by this one
+        except SystemExit as leaving:  # raised by --help, a command run by this one, or a plugin
+            if problem := _of_plugin(leaving):
+                raise ConfigError(problem) from leaving
             if leaving.code not in (None, 0):
                 raise
             code = 0
@@ -166,7 +168,7 @@ def exit_with(
     sys.exit(code)
 
 
-def _of_plugin(error: Exception) -> str | None:
+def _of_plugin(error: BaseException) -> str | None:
     """Describe an error of a --plugin; None for others."""
     return calls.error_of_plugin(error) if (calls := sys.modules.get("llava_ds.config.plugin_calls")) else None
 

@@ -235,6 +235,12 @@ RESULTS = {
         lambda one: list(one.part.windows(None, 1, 2, 3)),
         "elements of Iterator[Window]",
     ),
+    "an empty window": (
+        "from types import SimpleNamespace as Empty\nclass Own(SessionPart):\n"
+        "    def windows(self, *_): yield Empty(micro_batches=[])\nextension = Extension(part=Own)",
+        lambda one: list(one.part.windows(None, 1, 2, 3)),
+        "windows with micro-batches",
+    ),
     "groups without a rate": (
         "class Own(Wrap):\n    def groups(self, groups): return [{'params': []}]\nextension = Extension(wrap=Own())",
         lambda one: one.wrap.groups([]),
@@ -268,6 +274,17 @@ def test_a_wrong_result_is_refused_with_its_function(tmp_path, slot):
         (ConfigError, DataError), match=r"idea.py:\d+ in .* returned .*, expected " + re.escape(expected)
     ):
         call(active(["idea"]).extensions["idea"])
+
+
+def test_a_plugin_cannot_end_the_run_as_if_it_were_done(tmp_path):
+    code = (
+        "import sys\nfrom llava_ds.config.plugins import load\nfrom llava_ds.extensions.active import active\n"
+        "from llava_ds.runtime.command import exit_with\nload(sys.argv[1:])\n"
+        "exit_with(lambda: active(['idea']).extensions['idea'].check(1), 'run/train.py')"
+    )
+    file = write(tmp_path, FLAGS + "import sys\nextension = Extension(check=lambda _: sys.exit(0))")
+    done = subprocess.run([sys.executable, "-c", code, file], capture_output=True, text=True)
+    assert done.returncode == 2 and "in <lambda>: SystemExit: 0" in done.stderr
 
 
 def test_an_error_names_the_plugins_line(tmp_path):
