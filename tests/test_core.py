@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 116,
-    "imported lines": 19131,
+    "imported lines": 19133,
     "files at the end": 185,
     "lines at the end": 27760,
     "feature words": 61,
     "kernel files": 39,
     "kernel lines": 5819,
-    "all lines": 77503,
+    "all lines": 78219,
 }
 
 # What one reads to understand training.
