@@ -18,7 +18,7 @@ from real.first_projector import write_projector
 from real.gguf_model import convert_gguf
 from real.onnx_tower import convert_dinov2
 from real.pictures import draw, place
-from real.questions import Asker, by_group, defined, kind_question, kinds_of, quadruples, record, scene
+from real.quiz import Asker, by_group, defined, kind_question, kinds_of, quadruples, record, scene
 from real.things import Thing, read_things, split
 from real.whole_model import compose
 from real.wordnet import WordNet

@@ -343,7 +343,7 @@ def test_a_noun_and_its_synonyms_are_on_one_side():
 
 
 def test_an_answer_without_looking_is_right_for_one_of_four():
-    from real.questions import quadruples
+    from real.quiz import quadruples
 
     asked = quadruples(things([(f"thing{i // 2}", f"x{i // 2}", False) for i in range(82)]), 3, seed=0)
     assert len(asked) == 3 * 40
@@ -355,7 +355,7 @@ def test_an_answer_without_looking_is_right_for_one_of_four():
 
 
 def test_nouns_that_are_held_out_are_not_asked_for_by_definition():
-    from real.questions import defined
+    from real.quiz import defined
 
     class Nouns:
         def things(self):
@@ -375,7 +375,7 @@ def test_nouns_that_are_held_out_are_not_asked_for_by_definition():
 
 
 def test_no_question_of_a_training_image_gives_a_later_answer_away(tmp_path):
-    from real.questions import Asker
+    from real.quiz import Asker
     from real.wordnet import WordNet
 
     write_wordnet(tmp_path / "wordnet")
