@@ -27,10 +27,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("questions", nargs="*", default=["choices", "photos-unseen", "photos-seen"])
     args = parser.parse_args()
-    training = {}
-    for each in json.loads((args.folder / "train.json").read_text()):
-        if each.get("image", "").endswith(".0.png") and (noun := noun_of(each)):
-            training[each["image"]] = noun
+    training = nouns_of(json.loads((args.folder / "train.json").read_text()))
     files = {name: json.loads((args.folder / f"{name}.json").read_text()) for name in args.questions}
     asked = {each["image"] for file in files.values() for each in file}
     images = sorted({*training, *asked})
@@ -46,12 +43,15 @@ def main() -> None:
         )
 
 
-def noun_of(record: dict) -> str | None:
-    """Return the noun of a training record's choice or name."""
-    turns = [each["value"] for each in record["conversations"]]
-    return next(
-        (answer for asked, answer in zip(turns[::2], turns[1::2]) if re.search("Which is|What is", asked)), None
-    )
+def nouns_of(records: list[dict]) -> dict[str, str]:
+    """Return the noun of each training image without variation that has a choice or a name."""
+    found = {}
+    for each in records:
+        turns = [turn["value"] for turn in each["conversations"]]
+        for question, answer in zip(turns[::2], turns[1::2]):
+            if each.get("image", "").endswith(".0.png") and re.search("Which is|What is", question):
+                found[each["image"]] = answer
+    return found
 
 
 def options(record: dict) -> list[str]:

@@ -390,3 +390,16 @@ def test_no_question_of_a_training_image_gives_a_later_answer_away(tmp_path):
         if turns[0][0] == "Is it a kind of animal?":
             assert turns[0][1] == "yes"
     assert set(seen) == {("Which", 1), ("Is", 2), ("What", 1), ("How", 1)}
+
+
+def test_the_probe_takes_nouns_from_unvaried_images():
+    from probe_real import nouns_of, options
+    from real.quiz import record
+
+    choice, kind = ("Which is it: red car, owl, tin or axe?", "owl"), ("Is it a kind of bird?", "yes")
+    records = [
+        record("a", "a.0.png", [kind, choice]), record("b", "b.0.png", [("What is it?", "tin")]),
+        record("c", "c.1.png", [choice]), record("d", "d.0.png", [kind]), record("e", None, [choice]),
+    ]  # fmt: skip
+    assert nouns_of(records) == {"a.0.png": "owl", "b.0.png": "tin"}
+    assert options(record("c", "c.1.png", [choice])) == ["red car", "owl", "tin", "axe"]

@@ -1,19 +1,18 @@
-"""Use a color font's emoji as additional named images: things, animals, plants, food, buildings and vehicles.
+"""A color font's emoji of things, animals, plants, food, buildings and vehicles, with their Unicode names.
 
-A character's caption is its Unicode name with an article. Signs, faces, gestures and pages are left out, by their code
-points or by a word in their names.
+Signs, faces, gestures and pages are left out, by their code points or by a word in their names.
 """
 
 import re
 import unicodedata
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
-from real.stamps import Stamp
 
 SIZE = 109  # the only bitmap size in Noto Color Emoji
-LONGEST = 4  # words in a name, without the article
+LONGEST = 4  # words in a name
 _BLOCKS = (
     (0x1F32D, 0x1F37F), (0x1F380, 0x1F3D3), (0x1F3E0, 0x1F3F0), (0x1F3F8, 0x1F3FA), (0x1F400, 0x1F43F),
     (0x1F444, 0x1F445), (0x1F451, 0x1F45F), (0x1F480, 0x1F4FF), (0x1F525, 0x1F52D), (0x1F56F, 0x1F5FF),
@@ -25,35 +24,23 @@ _NO_THING = re.compile(
     r"|off|do|put|service|love|splashing|speech|japan|notes|emoji)\b"
 )
 _HEADS = re.compile(r"^(dragon|pig|frog|hamster|wolf|bear|panda|lion|unicorn|fox|giraffe|zebra) face$")
-_SINGULAR = re.compile(r"(ss|us|is|christmas|rhinoceros|abacus)$")
 
 
-def read_emoji(font: Path, side: int) -> dict[Stamp, Image.Image]:
-    """Read the font's emoji: RGBA, without empty margins, at most side pixels wide and high."""
+def read_emoji(font: Path) -> Iterator[tuple[str, Image.Image, str]]:
+    """Yield id, RGBA image and name of each of the font's emoji."""
     bitmaps = ImageFont.truetype(str(font), SIZE)
     absent = _draw("\U0010ffff", bitmaps).tobytes()
-    pictures = {}
     for code in chain(*(range(first, last + 1) for first, last in _BLOCKS)):
         if name := _name_of(chr(code)):
             image = _draw(chr(code), bitmaps)
-            box = image.getchannel("A").getbbox()
-            if box is not None and image.tobytes() != absent:
-                image = image.crop(box)
-                scale = side / max(image.size)
-                size = [max(1, round(scale * each)) for each in image.size]
-                stamp = Stamp(f"emoji/{code:x}", font, name)
-                pictures[stamp] = image.resize(size, Image.Resampling.BICUBIC)
-    return pictures
+            if image.tobytes() != absent:
+                yield f"emoji/{code:x}", image, name
 
 
 def _name_of(character: str) -> str | None:
-    """Return the name with its article; None if it doesn't name a thing."""
+    """Return a character's name in lower case; None if it doesn't name a thing."""
     name = _HEADS.sub(r"\1", unicodedata.name(character, "").lower())
-    if not name or _NO_THING.search(name) or len(name.split()) > LONGEST:
-        return None
-    if name.endswith("s") and not _SINGULAR.search(name):
-        return f"some {name}"
-    return f"{'an' if re.match('(?!eu|uni|one)[aeiou]|x-', name) else 'a'} {name}"
+    return name if name and not _NO_THING.search(name) and len(name.split()) <= LONGEST else None
 
 
 def _draw(character: str, bitmaps: ImageFont.FreeTypeFont) -> Image.Image:

@@ -32,7 +32,7 @@ class Thing:
 
 def read_things(share: Path, wordnet: WordNet, side: int) -> list[Thing]:
     """Read the packages' named images in share (Debian's /usr/share), at most side pixels wide and high."""
-    named = [(*each, noun) for *each, names in _sources(share, side) if (noun := _noun_of(names, wordnet))]
+    named = [(*each, noun) for *each, names in _sources(share) if (noun := _noun_of(names, wordnet))]
     with ProcessPoolExecutor() as pool:
         pictures = list(pool.map(_read, ((source, is_svg, side) for _, source, is_svg, _ in named), chunksize=16))
     groups = _groups([noun for *_, noun in named])
@@ -58,14 +58,14 @@ def split(things: list[Thing], held_out: float, of_photographed: float) -> tuple
     return sides
 
 
-def _sources(share: Path, side: int) -> Iterator[tuple]:
+def _sources(share: Path) -> Iterator[tuple]:
     """Yield id, source of the image, whether it is SVG, and candidate names, the best first."""
     for path, file, title, keywords in read_drawings(share / "openclipart" / "svg"):
         yield f"openclipart/{path}", file, True, [title, keywords]
     for stamp in read_stamps(share / "tuxpaint" / "stamps"):
         yield f"stamps/{stamp.id}", stamp.picture, stamp.picture.suffix == ".svg", [stamp.name]
-    for emoji, image in read_emoji(share / "fonts" / "truetype" / "noto" / "NotoColorEmoji.ttf", side).items():
-        yield emoji.id, image, False, [emoji.name]
+    for name, image, title in read_emoji(share / "fonts" / "truetype" / "noto" / "NotoColorEmoji.ttf"):
+        yield name, image, False, [title]
     for path, content in read_images(share / "gcompris-qt" / "rcc"):
         yield f"gcompris/{path}", content, path.endswith(".svg"), [Path(path).stem]
 
