@@ -75,9 +75,9 @@ def fitted_size(size: Size, target: Size) -> Size:
 
 
 def unpadded_box(size: Size, across: int, down: int) -> tuple[int, int, int, int]:
-    """Compute (left, top, right, bottom) of the features without padding, among across x down features.
+    """Compute the box (left, top, right, bottom) of the features without padding, in a grid of `across` x `down`.
 
-    A very narrow image may have no column (or row) left. Source: LLaVA's unpad_image. It rounds the image down.
+    For a very narrow image it may be empty. Source: LLaVA's unpad_image, which rounds the image's size down.
     """
     width, height = size
     if width / height > across / down:

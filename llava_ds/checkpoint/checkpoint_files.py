@@ -44,8 +44,8 @@ def read_states(file: Path) -> dict:
 def model_states(engine_dir: Path, mp_rank: int = 0) -> dict:
     """Read the states shared by all ranks with one part of the model.
 
-    These are counters, the schedule, and at ZeRO stages 0 to 2 the trained weights. mp_rank: DeepSpeed's number of the
-    part, of matrices (Mesh.tp_rank) or of layers (pp_rank).
+    These are counters, the schedule, and at ZeRO stages 0 to 2 the trained weights. mp_rank: DeepSpeed's index of the
+    part: Mesh.tp_rank under tensor parallelism, pp_rank under pipeline parallelism.
     Raises DataError if the file is missing or can't be read.
     """
     names = (f"mp_rank_{mp_rank:02}_model_states.pt", f"zero_pp_rank_0_mp_rank_{mp_rank:02}_model_states.pt")
@@ -183,7 +183,7 @@ def trained_weights(engine_dir: Path) -> tuple[list[SavedWeight], torch.dtype]:
 
 
 def _joined(parts: tuple[SavedWeight, ...], part: Slice) -> SavedWeight:
-    """Join a weight from the ranks' slices. part: the first one's slice, () if the weight was replicated."""
+    """Join a weight from the ranks' slices. part: the first rank's slice, () if the weight was replicated."""
     first = parts[0]
     if not part:
         return first

@@ -40,7 +40,7 @@ FAMILIES = {
     **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"), "Adam"),
     **dict.fromkeys(("FusedLion", "DeepSpeedCPULion"), "Lion"),
 }
-# Settings of the implementation; this run keeps its own.
+# Keys of a parameter group that depend on the optimizer's implementation. The resumed run keeps its own values.
 OWN_KEYS = {"params", "name", "fused", "foreach", "capturable", "differentiable"}
 SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 

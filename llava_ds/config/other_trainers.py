@@ -1,6 +1,6 @@
-"""Flags of LLaVA's scripts that have no effect here, and values that Hugging Face's scripts also use.
+"""Flags of LLaVA's scripts that are accepted without effect, and other scripts' values of --gradient_checkpointing.
 
-config/other_names.py has the flags of other trainers that have another name here.
+Flags of other trainers that have a different name here are in config/other_names.py.
 """
 
 NO = ("False", "false", "0")

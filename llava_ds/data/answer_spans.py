@@ -140,7 +140,7 @@ def _length_after(
     rest, here = alone_around[-1].rstrip(), around[last + 1]
     if not here.startswith(rest):
         raise DataError(
-            "the tokenizer's chat template ends an answer with tool calls differently when something follows it, so "
-            "its learned part can't be found"
+            "after tool calls, the tokenizer's chat template ends an answer differently when something follows it, so "
+            "the answer's learned part can't be found"
         )
     return len(rest)

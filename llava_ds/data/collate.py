@@ -177,7 +177,7 @@ def blank_tile(size: int) -> torch.Tensor:
 
 
 def _extra(samples: list[LoadedSample]) -> Inputs:
-    """Collect further values by name: numbers (samples,) float64, 0 for a missing one; tensors in a list, or None."""
+    """Collect the samples' extra values by name: numbers as (samples,) float64, 0 if missing; tensors as a list."""
     names = dict.fromkeys(name for sample in samples for name in sample.extra)
     numbers = {name: [sample.extra.get(name, 0.0) for sample in samples] for name in names}
     own = {name: [sample.own.get(name) for sample in samples] for sample in samples for name in sample.own}

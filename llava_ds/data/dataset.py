@@ -543,7 +543,7 @@ class EncodingForm:
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, encoding: EncodingOptions, image_options: geometry.ImageOptions
     ) -> "EncodingForm":
-        """Build the form of rows under a tokenizer and options."""
+        """Build the form from a tokenizer and options."""
         # A newer library may produce other ids. A larger embedding may accept samples that are rejected now; accepted
         # samples stay the same.
         rows = rows_noted(tokenizer)

@@ -13,7 +13,7 @@ from llava_ds.extensions.active import store_of
 from llava_ds.files.reading import SizedFile, open_without_waiting
 from llava_ds.files.urls import is_remote
 
-# Errors of the machine, not of the file or disk in use at that moment.
+# Errors that mean the machine lacks a resource; the file or disk itself is fine.
 LACKING = {
     errno.EMFILE: "raise the limit (ulimit -n), or give fewer workers",
     errno.ENFILE: "raise the limit (sysctl fs.file-max), or end other processes",

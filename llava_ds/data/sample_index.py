@@ -163,7 +163,7 @@ def _sums(arrays: dict[str, np.ndarray], table: RowTable) -> dict[str, object]:
 
 
 def _deep_images(rows: np.ndarray, table: RowTable) -> dict[str, object]:
-    """Count the images in some rows that use little of their range, and describe the first few."""
+    """Count the images of some rows that use only a small part of their value range, and describe the first few."""
     media = table.column("media")
     those = np.intersect1d(deep_rows(media), rows)
     described = media.take(pa.array(those)).to_pylist() if len(those) else []

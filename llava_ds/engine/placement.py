@@ -109,7 +109,7 @@ def placement_of(model: Any) -> Placement:
 
 
 def slice_of(shape: tuple[int, ...], dim: int, index: int, size: int) -> Slice:
-    """Return rank index's slice of a parameter of this shape, cut along dim for size ranks."""
+    """Return the slice that rank `index` of `size` holds of a parameter of this shape, cut along dim."""
     period = math.prod(shape[dim:])
     share = period // size
     return index * share, (index + 1) * share, period

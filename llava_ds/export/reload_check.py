@@ -86,7 +86,7 @@ def compare_reloaded(
     deadline = Deadline()
     folder = output_dir if base is None else base.folder
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    # In the files' precision transformers maps them: there is only one copy of the weights in memory.
+    # In the files' own precision, transformers memory-maps them, so that memory holds only one copy of the weights.
     reloaded = hf_class(config).from_pretrained(
         folder, dtype=logits.dtype, local_files_only=True, **attention_options(config)
     )

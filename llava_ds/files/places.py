@@ -55,8 +55,7 @@ def join(folder: str, path: str) -> str:
 
 
 def files_in(folder: str, endings: tuple[str, ...]) -> list[str]:
-    """List the files in a folder and its subfolders with these name endings, sorted. Hidden ones and __folders__ are
-    skipped."""
+    """List the files with these endings in a folder and its subfolders, sorted. Skips names that begin with . or __."""
     if is_remote(folder):
         store = store_of(folder)
         found = [store.full_url(folder, name) for name in store.found_in(folder, lambda fs, inner: fs.find(inner))]

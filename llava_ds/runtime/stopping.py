@@ -237,7 +237,7 @@ class Stopping:
                 os._exit(128 + reason)
             self._signalled_s = self._signalled_s or now
             if self._phase is Phase.SAVES and any(has_ended(process) for process in self._siblings):
-                os._exit(128 + reason)  # the launcher ends all ranks after one failed: no boundary will come
+                os._exit(128 + reason)  # once one rank has failed, the launcher ends all: no boundary will come
         self._asked = self._asked or reason
         if self._phase is Phase.LEAVES:
             self._leave_now(reason)

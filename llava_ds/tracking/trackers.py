@@ -198,7 +198,7 @@ def _open_wandb(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
     begins = resume_step == 0 or not kept.is_file()
     if begins:
         kept.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4), encoding="utf-8")
-    # The command line and the printed output are not sent: only this project's files redact them.
+    # Don't send the command line or the printed output: secrets are redacted only in this project's own files.
     settings = wandb.Settings(console="off", x_disable_meta=True, disable_git=True, save_code=False, silent=True)
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),

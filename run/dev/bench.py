@@ -211,14 +211,14 @@ def measure_loss(name: str, own: argparse.Namespace, folder: Path) -> Part:
 
 
 def measure_loader(name: str, own: argparse.Namespace, folder: Path) -> Part:
-    """Measure images per second and core: LLaVA's path, ours and the fast one, with new images in every round."""
+    """Measure images per second per core: LLaVA's path, ours and the fast one, with new images in every round."""
     size = {"num_images": 3, "seconds": 1.0} if own.quick else {"num_images": 12, "seconds": 30.0}
     measured = [measure_decoding(**size, seed=number) for number in range(own.rounds)]
     rows = []
     for ratio in ("pad", "square"):
         columns = {name: Spread.of([found[ratio][name] for found in measured]) for name in measured[0][ratio]}
         for way, label in (("llava", "LLaVA's path"), ("ours", "exact"), ("fast", "--fast_image_decoding")):
-            rows.append(Row(f"images/s and core, {ratio}: {label}", columns[f"{way}_per_s"], "{:.0f}"))
+            rows.append(Row(f"images/s per core, {ratio}: {label}", columns[f"{way}_per_s"], "{:.0f}"))
         rows.append(Row(f"{ratio}: --fast_image_decoding over LLaVA's path", columns["fast_over_llava"], asked=2.5))
         rows.append(Row(f"{ratio}: its largest error, of 255 (target: at most 2)", columns["max_error"], "{:.0f}"))
     return Part(rows, measured)

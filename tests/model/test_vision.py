@@ -164,7 +164,7 @@ def test_a_square_that_is_stretched_and_then_cropped_is_refused(tmp_path):
         ({"crop_size": {"height": 10**6, "width": 10**6}}, "makes images of 1000000 pixels, expected a square of up"),
         (
             {"size": {"shortest_edge": 20}},
-            "scales images to 20 pixels, but crops 24: expected at least",
+            "scales images to 20 pixels, but crops them to 24: expected a scaled size",
         ),
         ({"resample": 1}, r"says resample 1, expected one of \(2, 3\)"),
     ],

@@ -205,7 +205,7 @@ def _open_header(file: io.BufferedReader, max_pixels: int) -> Image.Image:
     if start.startswith(b"RIFF") or start[4:8] == b"ftyp":
         file.raw.max_bytes = max(_HEADER_BYTES, max_pixels)  # WebP and AVIF files are read whole
     elif start.startswith((b"GIF", b"P")):
-        file.raw.max_bytes = _HEADER_BYTES // 16  # read byte by byte
+        file.raw.max_bytes = _HEADER_BYTES // 16  # Pillow reads these headers byte by byte
     return Image.open(file, formats=_known_formats())
 
 

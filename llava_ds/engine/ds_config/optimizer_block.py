@@ -254,7 +254,7 @@ def _check_stage(draft: Draft, name: str) -> None:
 
 
 def _check_sharded_muon(draft: Draft, stage: int) -> None:
-    """Check Muon under ZeRO: DeepSpeed 0.19.8 turns gradients into updates while reducing them, before other steps."""
+    """Check Muon under ZeRO: DeepSpeed 0.19.8 applies it while reducing gradients, before it unscales or clips them."""
     if stage == 3 and draft.get("zero_optimization.reduce_scatter") is not False:
         draft.refuse(
             'Muon needs whole gradients at ZeRO-3: write "reduce_scatter": false into zero_optimization, or use stage 2'

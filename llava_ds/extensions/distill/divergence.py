@@ -36,7 +36,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Divergence(LogProbs):
-    """The summed loss, a float32 scalar; and by position, (3, S) float64, the loss, divergence and cross-entropy.
+    """Head for the summed loss (float32 scalar), and each position's loss, divergence and cross-entropy (3, S float64).
 
     A position's loss is its divergence plus sft_alpha times its cross-entropy, times its weight in the batch.
     """
@@ -50,7 +50,7 @@ class Divergence(LogProbs):
         """Compute both. hidden: divided by the temperature, as LogProbs does; the cross-entropy is without it."""
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        dtype = torch.float32 if dtype == torch.float16 else dtype  # gradients have no bound that float16 could hold
+        dtype = torch.float32 if dtype == torch.float16 else dtype  # unbounded gradients may overflow float16
         with torch.autocast(device, enabled=False), self.teacher.opened():
             return _Summed.apply(hidden.to(dtype), weight.to(dtype), targets, softcap, self)
 

@@ -115,7 +115,7 @@ class Episodes(Drawer):
         self._tiles.clear()
         begun = [self._begin(asked, seed, rules) for asked, seed in zip(prompts, seeds)]
         every = [(play, seed, i) for (_, plays), seed in zip(begun, seeds) for i, play in enumerate(plays)]
-        groups = [plays for _, plays in begun]  # of equal tokens so far
+        groups = [plays for _, plays in begun]  # the plays of a group have the same tokens so far
         numbers = [numbers_for(rules, *seed) for seed in seeds]
         for turn in range(1, self._max_turns + 1):
             answers = draw_answers(model, [group[0].sample for group in groups], numbers, rules)

@@ -296,7 +296,7 @@ def as_request_error(error: Exception, places: Mapping[str, str]) -> RequestErro
     if isinstance(error, Closing):
         return RequestError(503, "the server is stopping: retry when it is back", code="closing", retry_after_s=10)
     if not isinstance(error, (DataError, ConfigError)):
-        return RequestError(500, f"the answer failed ({type(error).__name__}): the server's output has more")
+        return RequestError(500, f"the answer failed ({type(error).__name__}): see the server's output")
     message, param = str(error), None
     for file, place in places.items():
         if file in message:

@@ -132,7 +132,7 @@ class Flags(ExtensionFlags):
             yield f"--init_lora_weights {self.init_lora_weights}", needs, ()
 
     def projector_files(self) -> dict[str, str]:
-        """Return the weights that trained with --lora_weight_path; they override that training's initial weights."""
+        """Return the file of other weights that were trained with the adapter of --lora_weight_path, by flag."""
         if self.lora_weight_path is None:
             return {}
         from llava_ds.extensions.lora.adapter_folder import non_lora_file

@@ -514,9 +514,9 @@ def from_peft(name: str) -> str:
 
 
 def over_unchanged_weights(tensors: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return LoRA's tensors for weights without the initial matrices subtracted: with twice the rank and alpha.
+    """Convert LoRA's tensors for use with the original weights. Their rank and alpha double.
 
-    start: the initial matrices, empty if they were not parts of the weights. Source: peft's subtract_mutated_init.
+    start: the initial matrices that were subtracted from the weights, or empty. Source: peft's subtract_mutated_init.
     """
     changed = dict(tensors)
     for name, before in start.items():

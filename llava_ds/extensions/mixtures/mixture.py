@@ -44,7 +44,7 @@ def check_implementation(wanted: str | None, only: str | None) -> None:
 
 
 def choose_experts(language_model: nn.Module, wanted: str | None, device: torch.device, compiled: bool) -> str:
-    """Set how experts are computed: as wanted, else as transformers chooses. Returns a line for the log."""
+    """Set the implementation of experts to `wanted`, or to transformers' choice if None. Returns a line for the log."""
     if wanted is not None:
         language_model.set_experts_implementation(wanted)
     chosen, weight = language_model.config._experts_implementation, next(language_model.parameters())

@@ -40,7 +40,7 @@ def sampled_answers(rows: list[dict], output_dir: Path) -> list[Block]:
     if seconds:
         times = "once" if len(seconds) == 1 else f"{len(seconds):,} times"
         total = duration(sum(seconds.values()))
-        blocks.append(note(f"Asked {times} while training, which took {total} in all.", "note"))
+        blocks.append(note(f"Asked {times} during training. The answers took {total} in total.", "note"))
     return blocks
 
 

@@ -266,8 +266,8 @@ def _short_side(processor: dict, size: int, where: str) -> int | None:
         return None
     if type(scaled) is not int or scaled < size:
         raise ConfigError(
-            f"{where}: its image processor scales images to {shown(scaled)} pixels, but crops {size}: expected at "
-            "least that many"
+            f"{where}: its image processor scales images to {shown(scaled)} pixels, but crops them to {size}: expected "
+            "a scaled size of at least that"
         )
     return scaled
 

@@ -43,8 +43,8 @@ class Answer:
 @dataclass(frozen=True)
 class DrawRules:
     """Rules of sampling. ends: ids that end an answer; max_length: limit of prompt and answer together, in tokens;
-    at_once: prompts computed together, None for all. The others are transformers' options of generation; top_k 0 and
-    top_p 1 allow all tokens."""
+    at_once: prompts computed together, None for all. The others are transformers' generation options; top_k 0 and top_p
+    1 allow all tokens."""
 
     num_answers: int
     max_new_tokens: int

@@ -28,8 +28,8 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
     patches, per_row = side // vision.patch_size, round(features**0.5)
     if side != vision.image_size or per_row < 1 or per_row**2 != features or patches % per_row:
         raise ValueError(
-            f"{features} features don't fit images of {side} pixels with patches of {vision.patch_size} in a tower "
-            f"for {vision.image_size}"
+            f"mm_tokens_per_image {features} doesn't fit images of {side} pixels, with patches of {vision.patch_size} "
+            f"and a tower for {vision.image_size} pixels"
         )
     if (said := processor.get("image_seq_length", features)) != features:
         raise ValueError(

@@ -26,7 +26,7 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
     vision = config.vision_config
     window = vision.window_size // vision.spatial_merge_size // vision.patch_size
     if window < 1:
-        raise ValueError(f"its vision_config says window_size {vision.window_size}, less than a cell of its patches")
+        raise ValueError(f"its vision_config says window_size {vision.window_size}, smaller than one cell of patches")
     return qwen_vl.cell_tiles(
         config,
         images,

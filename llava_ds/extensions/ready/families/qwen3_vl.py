@@ -86,8 +86,8 @@ class Mergers(nn.Module):
 
 def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: PreTrainedTokenizerBase) -> TileSpec:
     vision, layers = config.vision_config, config.text_config.num_hidden_layers
-    if len(vision.deepstack_visual_indexes) >= layers:
-        raise ValueError(f"its vision_config has {len(vision.deepstack_visual_indexes)} deepstack layers for {layers}")
+    if (deep := len(vision.deepstack_visual_indexes)) >= layers:
+        raise ValueError(f"its vision_config has {deep} deepstack layers, expected fewer than the LLM's {layers}")
     return qwen_vl.cell_tiles(config, images, processor, tokenizer, table=int(vision.num_position_embeddings**0.5))
 
 

@@ -34,7 +34,7 @@ PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}  # the proce
 # Defaults for videos: per frame, and per video with written times.
 FRAME_PIXELS = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
 VIDEO_PIXELS = {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}
-# Default max_video_tokens for cap_pixels_per_frame: FRAME_CAP limits a video's features, VIDEO_CAP a frame's.
+# Default max_video_tokens for cap_pixels_per_frame: per video with FRAME_PIXELS, per frame with VIDEO_PIXELS.
 FRAME_CAP, VIDEO_CAP = 128_000, 768
 IMAGE_TOKEN, VIDEO_TOKEN = "<|image_pad|>", "<|video_pad|>"
 VISION, TRUNK = "model.visual", "model.language_model"
