@@ -9,6 +9,7 @@ import io
 import tempfile
 from pathlib import Path
 
+import llavas
 import ready_models
 import toys
 
@@ -23,6 +24,10 @@ COLUMNS = {
     "reward model": {"objective": "reward"},
     "GRPO": {"objective": "grpo", "reward_funcs": "exact"},
     "PPO": {"objective": "ppo", "reward_funcs": "exact"},
+    "KTO": {"objective": "kto"},
+    "distillation": {"objective": "gkd", "teacher_model_name_or_path": "the model itself"},
+    "classes": {"objective": "classify", "labels": "cat,dog"},
+    "embeddings": {"objective": "embed"},
     "QLoRA": {**LORA, "bits": 4},
     "sequence": {"sequence_parallel_size": 2},
     "tensor": {"tensor_parallel_size": 2},
@@ -74,8 +79,17 @@ def refusals(folder: Path) -> dict[str, dict[str, str]]:
     found = {}
     for row, (family, text) in ROWS.items():
         base = folder / row.replace(" ", "-")
-        given = ready_models.write_ready(base, family, **text) if family else toys.write_base(base)
-        found[row] = {column: refusal(given, flags) for column, flags in COLUMNS.items()}
+        if family:
+            given = ready_models.write_ready(base, family, **text)
+            teacher = {"teacher_model_name_or_path": given["model_name_or_path"]}
+        else:
+            given = toys.write_base(base)
+            llavas.write_hf(base / "llava", given, llavas.hf_model(given))
+            teacher = {"teacher_model_name_or_path": str(base / "llava")}
+        found[row] = {
+            column: refusal(given, flags | {key: teacher[key] for key in flags.keys() & teacher})
+            for column, flags in COLUMNS.items()
+        }
     return found
 
 
