@@ -47,7 +47,7 @@ def parse_pinpoints(text: str | None, size: int) -> tuple[Size, ...]:
 
 
 def best_pinpoint(size: Size, pinpoints: tuple[Size, ...]) -> Size:
-    """Choose the pinpoint that preserves most pixels of an image and, among equals, wastes the fewest of its own.
+    """Choose the pinpoint that keeps most pixels of an image and, among equal ones, has the fewest unused pixels.
 
     Source: LLaVA's select_best_resolution.
     """

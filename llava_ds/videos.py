@@ -24,8 +24,8 @@ class Clip:
     """Settings of one video, from its part of a message. None: the run's.
 
     rate: frames per second, if they are given as images; fps: frames per second to choose; num_frames: total; least,
-    most: bounds of their number if it is not given; start, end: seconds; factor: the number is a multiple of it;
-    chooses: False if the run's flags choose the frames.
+    most: bounds of num_frames if it is None; start, end: seconds; factor: the number is a multiple of it; chooses:
+    False if the run's flags choose the frames.
     """
 
     rate: float | None = None

@@ -17,7 +17,7 @@ from llava_ds.model.open.weights import weight_files
 HASHES_FILE = "weight_hashes.json"  # in a run's folder
 HASHING_THREADS = 8
 
-Hashes = dict[str, dict[str, str]]  # SHA-256 by file name, by flag
+Hashes = dict[str, dict[str, str]]  # maps flags to {file name: SHA-256}
 
 
 class _Known(FileState):

@@ -105,7 +105,7 @@ def saved_optimizer(layout: Layout, states: dict) -> dict:
 
 
 def saved_layouts(checkpoint: Path, world_size: int) -> Iterator[tuple[int, Layout]]:
-    """Yield rank and layout, for each rank whose files are more than copies of earlier ranks' data."""
+    """Yield (rank, layout) for each rank whose files don't only repeat earlier ranks' data."""
     first = read_layout(checkpoint, 0)
     for rank in range(world_size):
         if first.kind not in REPLICATED or _place(first, rank, world_size)[0] < first.ep:
@@ -113,7 +113,7 @@ def saved_layouts(checkpoint: Path, world_size: int) -> Iterator[tuple[int, Layo
 
 
 def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[SavedPiece]:
-    """Yield every saved piece that overlaps this rank's numbers. live: this rank's layout.
+    """Yield every saved piece that overlaps this rank's elements. live: this rank's layout.
 
     A piece saved by several ranks is yielded once, from the first.
     Raises DataError for files that can't be read, or that don't match their layout.
@@ -244,7 +244,7 @@ def _partitioned_weights(engine_dir: Path, common: dict, dtype: torch.dtype, mp_
         offset += length
     held = sum(group.numel() for group in parts[0])
     if offset != held:
-        raise DataError(f"{engine_dir}: a rank's parameters have {offset} numbers, its optimizer states have {held}")
+        raise DataError(f"{engine_dir}: a rank's parameters have {offset} elements, its optimizer states have {held}")
     return weights
 
 

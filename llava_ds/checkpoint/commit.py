@@ -106,7 +106,7 @@ def recover(output_dir: Path) -> None:
 
 
 def _leftovers(output_dir: Path, suffix: str) -> list[Path]:
-    """List the folders with such a suffix that killed saves left."""
+    """List the leftover folders of killed saves."""
     return [path for path in output_dir.glob(f"checkpoint-*{suffix}") if _NAME.fullmatch(path.stem)]
 
 

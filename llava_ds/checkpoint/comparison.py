@@ -1,4 +1,4 @@
-"""Compare a run with the checkpoint that it would resume: what differs, and whether the result does."""
+"""Compare a run with the checkpoint that it would resume: the differences, and whether they change the result."""
 
 import json
 import math
@@ -31,7 +31,7 @@ class Comparison:
         self._ordering_flags = {flag for order, flag in ORDERED_BY_LAYOUT.items() if run.flags[order]}
 
     def differences(self) -> dict[str, str]:
-        """Return the differences that lead to another model, a line each, by its name for --allow_changed_flags."""
+        """Return a line for each difference that leads to another model, keyed by its name in --allow_changed_flags."""
         # A flag that one identity lacks counts as its default there: an extension was not loaded, or an earlier version
         # did not have the flag.
         run, saved, flags = self._run, self._saved, every_flag()

@@ -2,7 +2,7 @@
 
 DeepSpeed's universal checkpoint writes the complete model again, does not convert between stage 3 and the others, and
 in 0.19.8 gives every parameter group the first one's rate and decay at stage 3. Here every rank maps the old files into
-memory and copies the numbers that it holds, by parameter and position: fp32 weights and moments are exact, no rank
+memory and copies the elements that it holds, by parameter and position: fp32 weights and moments are exact, no rank
 holds more than its share, and only the finished bf16 weights are sent between ranks.
 """
 
@@ -67,7 +67,7 @@ def load_resharded(engine, checkpoint: Path, world_size: int, *, schedule: bool)
         engine.optimizer.checkpoint_event_epilogue()
     if schedule and live.pp == saved.pp == 1:
         engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
-    elif schedule:  # it has one rate per group of a stage
+    elif schedule:  # the saved schedule has one rate per group of its stage
         _step_schedule(engine, common["lr_scheduler"])
     for name in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, name, common[name])
@@ -149,7 +149,7 @@ def _check_trained(engine, held: set[str]) -> None:
 def fill(
     optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor], live: Layout, pieces: Iterable[SavedPiece]
 ) -> None:
-    """Copy this rank's numbers from saved pieces into its optimizer's tensors and into new states.
+    """Copy this rank's elements from saved pieces into its optimizer's tensors and into new states.
 
     tensors: from masters(); live: their layout. Raises DataError if weights are missing, ConfigError if states can't be
     re-sharded.
@@ -175,7 +175,7 @@ def fill(
 
 
 def _copy(saved: SavedPiece, target: Piece, master: torch.Tensor, states: dict, optimizer: torch.optim.Optimizer):
-    """Copy the numbers that both pieces have: weights into the master, optimizer states into its states."""
+    """Copy the elements that are in both pieces: weights into the master, optimizer states into its states."""
     source, blocks = saved.piece, saved.piece.common(target)
 
     def copy(into: torch.Tensor, values: torch.Tensor) -> None:

@@ -80,7 +80,7 @@ def find_resume_point(
     about_data: Callable[[Path], str] = lambda run_dir: "",
     ranks: Ranks = ONE_RANK,
 ) -> tuple[ResumePoint, list[str]]:
-    """Find the checkpoint for --resume. Returns it with lines; raises ConfigError for an unfit one. Collective.
+    """Find the checkpoint for --resume, and lines to print. Raises ConfigError for an unfit one. Collective.
 
     Rank 0 compares settings before any file is hashed; then every rank hashes its share. allowed:
     --allow_changed_flags; about_data: returns a clause on how the data differ from a run folder's.

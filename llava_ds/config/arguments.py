@@ -57,8 +57,8 @@ FLAGS = {name: flag for section in SECTIONS for name, flag in declared_by(sectio
 
 
 def loaded(own: Mapping[str, ExtensionFlags], core: Iterable[object] = ()) -> dict[str, ExtensionFlags]:
-    """Select the extensions of a run, in the table's order: those always on, requested by a flag of the core, or with a
-    flag off its default. own: flags by extension; core: the sections of the core."""
+    """Select the extensions of a run, in the table's order: those always on, requested by a core flag, or with a flag
+    that differs from its default. own: flags by extension; core: the sections of the core."""
     values = {name: value for section in core for name, value in vars(section).items()}
     found = {name: flags_class(name)() for name in requested(values)}
     by_flags = {name: flags for name, flags in own.items() if not EXTENSIONS[name].adds and flags != type(flags)()}

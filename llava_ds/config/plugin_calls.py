@@ -11,11 +11,11 @@ from pathlib import Path
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.extensions.table import EXTENSIONS
 
-# Results by the name of their type: a class, or an attribute that they have.
+# Result types by name: a class to check with isinstance, or an attribute that the result must have.
 TYPES = {"int": int, "dict": dict, "Mapping": Mapping, "list": list, "tuple": tuple, "Iterator": Iterable}
 TYPES |= {"Module": "named_parameters", "Objective": "scales", "EncodedDataset": "fingerprint", "Tensor": "dtype"}
 ELEMENTS = {"str": str, "dict": dict, "Window": "micro_batches"}  # of lists and iterators, likewise
-# Errors in these end in a message at once: they run in other processes, or where an error would be the folder's.
+# Report errors in these at once: they run in other processes, or where the model's folder would be blamed.
 CAUGHT = {"module": ConfigError, "build": ConfigError, "convert": DataError, "load": DataError}
 
 
@@ -105,12 +105,12 @@ def checked(function: Callable, takes: object, gives: object, name: str) -> Call
 
 
 def _is_of(found: object, kind: type | str | None) -> bool:
-    """True if a value is of a kind: a class, or an attribute that it has; None for any."""
+    """True if a value is an instance of a class, or has an attribute; always for None."""
     return kind is None or (isinstance(found, kind) if isinstance(kind, type) else hasattr(found, kind))
 
 
 def _elements(function: Callable, found: Iterable, kind: type | str | None, expected: str) -> Iterator:
-    """Yield elements of a kind. Raises ConfigError for another."""
+    """Yield the elements. Raises ConfigError if one is not of this kind."""
     for each in found:
         if not _is_of(each, kind):
             raise returned(function, each, f"elements of {expected}")
@@ -120,16 +120,16 @@ def _elements(function: Callable, found: Iterable, kind: type | str | None, expe
 
 
 def _check_loaded(function: Callable, found: Mapping, names: Collection[str]) -> None:
-    """Raise DataError for what is no tensor on the CPU, and for other keys than `names`."""
+    """Raise DataError for values that are not CPU tensors, and for keys not in `names`."""
     for key, value in found.items():
         if key not in names:
-            raise DataError(f"{place(function)} returned the key {key!r}, expected of {', '.join(names)}")
+            raise DataError(f"{place(function)} returned the key {key!r}, expected one of {', '.join(names)}")
         if getattr(getattr(value, "device", None), "type", None) != "cpu":
             raise DataError(str(returned(function, value, f"a tensor on the CPU as {key!r}")))
 
 
 def _check_dtypes(function: Callable, module: object) -> None:
-    """Raise ConfigError for parameters with another dtype than torch's default, that of the model."""
+    """Raise ConfigError for parameters that don't have torch's default dtype, the model's."""
     import torch
 
     wanted = torch.get_default_dtype()

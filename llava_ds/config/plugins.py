@@ -30,7 +30,7 @@ from llava_ds.extensions.base import (
 from llava_ds.extensions.plugin_slots import ProjectorKind, RecordFields
 from llava_ds.extensions.table import EXTENSIONS, Trigger
 
-# Flags of the core to which a plugin adds a value, its own name, through Extension.choices.
+# Core flags to which a plugin can add its own name as a value, through Extension.choices.
 CHOICES = {"mm_projector_type": ProjectorKind}
 # Slots that need an entry in the extension table, so only a folder can have them.
 OF_FOLDERS = ("store", "folder", "open_folder", "text")
@@ -193,7 +193,7 @@ def _run(name: str, file: _File) -> ModuleType:
 
 
 def _slot_hint(error: BaseException) -> str:
-    """Name the slot that was meant by an unknown one."""
+    """Suggest a slot for an unknown name."""
     found = re.fullmatch(r"Extension\.__init__\(\) got an unexpected keyword argument '(\w+)'.*", str(error))
     if found is None:
         return ""

@@ -22,7 +22,7 @@ from llava_ds.constants import DataError
 from llava_ds.files.reading import read_json
 
 DONE = "files.json"  # ordered list of a generation's files, written last
-STALE = "stale"  # marks a generation one of whose images has changed
+STALE = "stale"  # marks a generation in which an image has changed
 NUM_KEPT = 2  # generations kept: earlier runs may still read the previous one
 NUM_OPEN = 512  # row files that a process keeps open: each takes some 20 kB of its memory
 SCRATCH_AGE_S = 24 * 3600  # a scratch folder without writes for this long was left by a killed process

@@ -78,7 +78,7 @@ SCANNED_TOGETHER = 1 << 16  # samples
 
 @dataclass(frozen=True)
 class PreflightOptions:
-    """Options of checking and encoding that don't change accepted samples. other_columns: add OTHER_COLUMNS to rows."""
+    """Options for checking and encoding that don't change accepted samples. other_columns: rows get OTHER_COLUMNS."""
 
     cache_dir: str
     num_workers: int | None = None
@@ -227,7 +227,7 @@ class EncodedDataset(torch.utils.data.Dataset):
     drawn: tuple[str, int] = ("random", 1)
     # Returns a sample's further tensors, by its index and by their names in Batch.extra. May raise DataError.
     added: Callable[[int], dict[str, torch.Tensor]] | None = None
-    shares_prompts = False  # True: the tokens that both answers of a pair follow are in a pack once
+    shares_prompts = False  # True: a pack holds the common prompt of a pair only once
 
     @property
     def is_whole(self) -> bool:

@@ -32,7 +32,7 @@ class EncodingOptions:
     mm_use_im_start_end: bool = False
     supervise_last_turn_only: bool = False
     split_special_tokens: bool = False
-    answer_is_reference: bool = False  # the last answer is not learned, only compared with the model's own draws
+    answer_is_reference: bool = False  # the last answer is not learned, only compared with sampled ones
 
 
 def digest_of(parts: Iterable[str]) -> str:

@@ -42,12 +42,12 @@ def heaviest(plan: StepPlan, done: int) -> list[int]:
 
 
 def most_worked(plan: StepPlan, done: int, tried: list[int]) -> list[int]:
-    """Return the samples of the remaining micro-batch with the most work (most_work), [] for `tried`.
+    """Return the samples of the remaining micro-batch with the most work (most_work), or [] if that is `tried`.
 
     Packs of equal work differ in tokens, and memory grows with both: with the layers' tokens, and with the tiles of a
-    trained tower. So the trial takes the pack of most tokens and this one; neither has more tokens than any pack may
-    have. [] also where packs are not of one work: by count, without costs, while the data are being encoded, and where
-    laying out all steps would take long.
+    trained tower. So the trial runs the pack with the most tokens, and this one. Also returns [] if packs are not
+    balanced by work (by count, or without costs), while the data are being encoded, and if laying out all steps would
+    take long.
     """
     packing, left = plan.packing, (plan.num_steps - done) * plan.batch_size
     if packing.tokens_per_micro_batch is None or not any(packing.other_costs) or left > PLANNED_SAMPLES:

@@ -109,7 +109,7 @@ def by_modality_length(
 def by_length_bucket(lengths: Sequence[int], batch_size: int, generator: torch.Generator) -> np.ndarray:
     """Steps of samples of nearly equal length, in random order; an incomplete step comes last.
 
-    The samples are shuffled, sorted by length within BUCKET_STEPS steps' worth, and split into steps.
+    The samples are shuffled, sorted by length in groups of BUCKET_STEPS steps, and split into steps.
     """
     order = permutation(len(lengths), generator)
     whole = len(order) - len(order) % batch_size

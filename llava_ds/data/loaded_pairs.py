@@ -9,7 +9,7 @@ from llava_ds.data.collate import LoadedPair, LoadedSample
 def pair_of(
     both: LoadedSample, chosen_length: int, numbers: dict[str, list[float]], shares_prompt: bool
 ) -> LoadedPair | LoadedSample:
-    """Split the ids and labels of two answers laid end to end. A record with a label has one answer: it is returned.
+    """Split the ids and labels of two answers laid end to end. For a record with a label, returns its only answer.
 
     numbers: values of both answers, by name; shares_prompt: the rejected answer shares the prompt of the chosen one.
     """

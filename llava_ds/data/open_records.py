@@ -97,7 +97,7 @@ def files_read(data_path: str, checker: Checker) -> list[str] | None:
 
 
 def file_stamp(source: Source, path: str, cache_dir: Path) -> str:
-    """A text that changes whenever encoded rows would. A tar's includes the file's state, because slices may move."""
+    """A text that changes whenever encoded rows would. A tar's includes its file's state, because slices may move."""
     if source.kind != "webdataset":
         return file_digest(source, path, cache_dir)
     with read_errors(path):

@@ -18,7 +18,7 @@ import numpy as np
 
 from llava_ds.data.spreading import spread
 
-_EVEN_ENOUGH = 0.01  # allowed difference of the heaviest and the lightest pack, relative to the mean
+_EVEN_ENOUGH = 0.01  # allowed difference between the heaviest and the lightest pack, relative to the mean
 _EXCHANGES = 2  # maximum per pack
 
 
@@ -76,7 +76,7 @@ def other_work(others: Sequence[np.ndarray], other_costs: Sequence[float]) -> np
 def plan_by_tokens(
     samples: Sequence[int], lengths: Sequence[int], dp: int, max_tokens: int, costs: Sequence[int]
 ) -> list[list[list[int]]]:
-    """Pack samples into packs of at most max_tokens tokens in few rounds, evened out by cost.
+    """Pack samples into packs of at most max_tokens tokens in few rounds, balanced by cost.
 
     lengths and costs: per sample, above 0. A sample longer than max_tokens gets its own pack. Returns
     [rank][micro-batch] -> samples, heaviest first. ZeRO-3 needs equally many packs on every rank; empty ones are added
@@ -153,7 +153,7 @@ def _balance_packs(lengths: np.ndarray, costs: np.ndarray, num_packs: int, max_t
 
 
 def _balance_within(packs: list[list[int]], lengths: np.ndarray, costs: np.ndarray, max_tokens: int) -> list[list[int]]:
-    """Even out packs of sample positions by cost. Packs within max_tokens tokens stay within it."""
+    """Balance packs of sample positions by cost. Packs within max_tokens tokens stay within it."""
     count, cost_of = len(lengths), costs.tolist()
     entries = [sorted([i - cost_of[i] * count for i in pack]) for pack in packs]
     loads = [sum([cost_of[i] for i in pack]) for pack in packs]
@@ -201,7 +201,7 @@ def _best_fit(lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
 def _filled_up(
     packs: list[list[int]], lengths: np.ndarray, costs: np.ndarray, num_packs: int, max_tokens: int
 ) -> list[list[int]]:
-    """Split the heaviest pack in two until there are num_packs, then even them out by cost.
+    """Split the heaviest pack in two until there are num_packs, then balance them by cost.
 
     packs: sample positions, within max_tokens tokens; so are the returned packs. Empty packs are added once every pack
     is down to one sample.
@@ -289,7 +289,7 @@ def _exchange(heavy: list[int], light: list[int], apart: int, slack: int, count:
 def _exchange_within(
     heavy: list[int], light: list[int], apart: int, slack: int, count: int, tokens: list[int], max_tokens: int
 ) -> tuple[int, int]:
-    """Do as _exchange, among pairs that leave both packs within max_tokens. Slower: tries every pair.
+    """Like _exchange, but only with pairs that leave both packs within max_tokens. Slower: tries every pair.
 
     tokens: per sample.
     """

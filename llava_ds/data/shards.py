@@ -191,7 +191,7 @@ class _Work:
 class Claims:
     """Claims on work in a folder: files, renewed by the process that they name.
 
-    A claim by a process of this machine holds while the process runs; from other machines, while it is renewed.
+    A claim by a process of this machine holds while the process runs; one from another machine, while it is renewed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -323,7 +323,7 @@ class EncodingBeside:
 
     def _run(self, encode: Callable[[], None], parent: int) -> None:
         end_with_parent(parent)
-        # All processes of a stopped run get these; it still saves, and may need another shard first.
+        # All processes of a stopped run get these signals; it still saves, and may need another shard first.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         os.nice(NICENESS)

@@ -4,7 +4,7 @@ run/dev/probe_real.py FOLDER [QUESTIONS ...]
 FOLDER is what run/dev/write_real.py wrote. Two probes answer the questions of choices.json (and others by name), from
 the mean of the tower's normalized patches and its class token: ridge regression, from training images to the language
 model's hidden state at the end of "This is a picture of a(n) ...", chooses the nearest of the four nouns; the nearest
-mean is that over a noun's other held-out images, where all four nouns have one.
+mean uses a noun's other held-out images, for questions where all four nouns have one.
 """
 
 import argparse

@@ -227,7 +227,7 @@ def _decoded(ref: FileRef, max_pixels: int, value_range: str | None, expected: S
 
 
 def decode_pixels(ref: FileRef, image: Image.Image) -> None:
-    """Decode an image of opened_image. Raises DataError if its size differs from the header's."""
+    """Decode an image from opened_image. Raises DataError if its size differs from the header's."""
     stored = image.size
     image.load()
     if image.size != stored:

@@ -80,8 +80,8 @@ def _count_and_rate(ref: FileRef) -> tuple[int, float]:
     """Read the number of frames and the average frame rate (NO_RATE if unknown), without decoding.
 
     If the header has no number of frames, packets are counted. Their times then correct a header's rate that is not the
-    average, as in uneven Matroska videos; torchcodec, transformers' first choice, also uses the times. Raises DataError
-    for a video longer than LONGEST_S.
+    average, as in Matroska videos with a variable frame rate; torchcodec, transformers' first choice, also uses the
+    times. Raises DataError for a video longer than LONGEST_S.
     """
     with _opened(ref) as (container, stream):
         count, rate = stream.frames, float(stream.average_rate or stream.base_rate or NO_RATE)

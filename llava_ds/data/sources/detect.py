@@ -203,8 +203,8 @@ def _refuse_no_preferences(first: FirstRecords, columns: Columns, options: Sourc
 
 
 def _labelled_answers(first: FirstRecords, columns: Columns, path: str) -> tuple[str, ...]:
-    """Fields of single answers with a label. The field answer is read if no record has an answer elsewhere: beside one,
-    it is usually a reference. Raises ConfigError if questions have no answer."""
+    """Fields of single answers with a label. The field answer is read if no record has an answer elsewhere: next to
+    another answer, it is usually a reference. Raises ConfigError if questions have no answer."""
     own = ("completion", "output", "label")
     if any(present(record, columns, ("turns", *PAIRS, "response", *own[:2])) for record in first.records):
         return own

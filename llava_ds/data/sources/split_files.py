@@ -172,7 +172,7 @@ def _split_word(stem: str) -> str | None:
 
 
 def _name_others(names: list[str], splits: list[str | None]) -> list[str]:
-    """Name the splits that are None after a file or folder that no file of a known split shares."""
+    """Name each file's missing split (None) after a file or folder that no file of a known split shares."""
     taken = {_own_name(part) for name, split in zip(names, splits) if split is not None for part in name.split("/")}
     parts = [[_own_name(part) for part in reversed(name.split("/"))] for name in names]
     return [split or next((part for part in each if part not in taken), each[0]) for split, each in zip(splits, parts)]

@@ -94,7 +94,7 @@ def num_parquet_rows(path: str) -> int:
 def read_parquet(files: tuple[str, ...], columns: Columns, store: ImageStore, others: bool = False) -> Iterator[Row]:
     """Yield the rows of parquet files as records. Images go to the store.
 
-    others: read also unknown columns, except files as bytes.
+    others: also read unknown columns, except files as bytes.
     """
     for number, path in enumerate(files):
         table = _open_parquet(path)

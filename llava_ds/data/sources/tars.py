@@ -233,8 +233,8 @@ def _natural(member: Member) -> tuple[list[object], str]:
 def _name_members(
     record: dict, names: tuple[str, ...], members: list[Member], resolve: Callable[[object], object]
 ) -> None:
-    """List a record's image members in it if it names no images, or as many under other names (from before the
-    packing)."""
+    """Write the names of a record's image members into it, if it names no images, or as many by names from before
+    packing."""
     for name in names:
         value = record.get(name)
         if value is None:

@@ -60,7 +60,7 @@ def read_run(side: str, number: int, written: Path, peak_file: Path) -> Run:
 def refuse_different(runs: list[Run], what: str) -> dict[str, float]:
     """Return the largest relative differences of loss and gradient norm from the first run.
 
-    what: the comparison's name. Raises ConfigError if the runs did not train the same; their times mean nothing then.
+    what: the comparison's name. Raises ConfigError if the runs trained differently: their times can't be compared.
     """
     lengths = {len(values) for run in runs for values in (run.step_time_s, run.loss, run.grad_norm)}
     if len(lengths) > 1:

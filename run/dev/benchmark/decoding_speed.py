@@ -1,5 +1,5 @@
 # S side of the tower's square input
-"""Images per second and core, from JPEG to the tower's input: LLaVA's path, ours, and --fast_image_decoding."""
+"""Images per second per core, from JPEG to the tower's input: LLaVA's path, ours, and --fast_image_decoding."""
 
 import dataclasses
 import os
@@ -27,7 +27,7 @@ RATIOS = ("pad", "square")
 def measure_decoding(
     num_images: int, seconds: float, seed: int, sizes: tuple[Size, ...] = PHOTO_SIZES
 ) -> dict[str, dict[str, float]]:
-    """Measure images per second and core for pad and square, their ratios, and the error of the fast path.
+    """Measure images per second per core for pad and square, their ratios, and the error of the fast path.
 
     Each image is decoded each way in turns, with one thread, for about `seconds` of processor time in total and at
     least once. Figures are medians over the images of each image's median time. Returns {ratio: {llava_per_s,

@@ -46,7 +46,7 @@ def write_records(folder: Path, number: int) -> Path:
 
 
 def preflight(num_records: int = 100_000, workers: int = 1, tokenizer: str = "", stream: bool = False) -> None:
-    """Measure the encoding of text records: records per second and process, in a first and a second run.
+    """Measure the encoding of text records: records per second per process, in a first and a second run.
 
     --stream: seconds until the records are counted, the first step of 128 samples is encoded, and all are encoded.
     """
@@ -77,7 +77,7 @@ def preflight(num_records: int = 100_000, workers: int = 1, tokenizer: str = "",
             encoded = open_encoded(*given)
             seconds, started = time.perf_counter() - started, time.perf_counter()
             rate = len(encoded) / seconds / workers
-            print(f"{run} run: {seconds:.2f} s, {rate:,.0f} records per second and process ({workers})")
+            print(f"{run} run: {seconds:.2f} s, {rate:,.0f} records per second per process ({workers})")
         print(*encoded.summary(), sep="\n")
 
 

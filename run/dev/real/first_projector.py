@@ -1,7 +1,7 @@
 # N images, S squares per image, C tower width, D language-model width
 """Fit an initial projector: ridge regression from images to the embeddings of the words in their names.
 
-A projector of random numbers needs far more images than these until objects differ in what it returns.
+A random projector would need far more images before its outputs differ between objects.
 """
 
 from pathlib import Path
