@@ -146,7 +146,7 @@ def framing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int
         coded = tokenizer.backend_tokenizer.encode("a", add_special_tokens=True)
     inner = [i for i, special in enumerate(coded.special_tokens_mask) if not special]
     if not inner:
-        raise ConfigError(f"{where} makes no tokens of 'a': bring another model")
+        raise ConfigError(f"{where} makes no tokens of 'a': use another model")
     return coded.ids[: inner[0]], coded.ids[inner[-1] + 1 :]
 
 

@@ -88,7 +88,7 @@ class ModelArguments:
     )
     version: str = _model(
         "v1",
-        "Conversation template (ready models bring their own): plain (stage 1), v1 (Vicuna), llava_v0, llama_2, "
+        "Conversation template (ready models have their own): plain (stage 1), v1 (Vicuna), llava_v0, llama_2, "
         "mistral_instruct, mpt, chatml (Qwen), llama_3, gemma, phi, or chat_template for the tokenizer's own. LLaVA's "
         "names for them are known too.",
     )

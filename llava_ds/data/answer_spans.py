@@ -18,7 +18,7 @@ UNSTABLE = (
     "one of LLaVA's templates"
 )
 LEFT_OUT = (
-    "the tokenizer's chat template leaves answers out: bring another one (chat_template.jinja), or, for a model in "
+    "the tokenizer's chat template leaves answers out: use another one (chat_template.jinja), or, for a model in "
     "LLaVA's layout, give --version one of LLaVA's templates"
 )
 UNWRITTEN_CALLS = (

@@ -412,7 +412,7 @@ def _unread_lines(facts: dict[str, object]) -> list[str]:
 def num_held_back(number: int, fraction: float) -> int:
     """Number of samples that --eval_fraction holds back. Raises DataError if no training sample would remain."""
     if number < 2:
-        raise DataError(f"--eval_fraction {fraction} holds samples back, but there is only {number}: bring more")
+        raise DataError(f"--eval_fraction {fraction} holds samples back, but there is only {number}: add more")
     return min(max(1, round(number * fraction)), number - 1)
 
 

@@ -82,7 +82,7 @@ def _endless(template: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Describe the problem of a model's own template, with remedies."""
     other = ", or give --version one of LLaVA's templates" if template == "chat_template" else ""
     helps = (
-        "bring the instruction-tuned model's chat template, or one that ends answers with such a token (inside "
+        "use the instruction-tuned model's chat template, or one that ends answers with such a token (inside "
         f"{{% generation %}}, where it marks them){other}"
     )
     return [f"{fault}: {helps}" for fault in [endless(template, tokenizer)] if fault]

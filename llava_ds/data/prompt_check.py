@@ -311,7 +311,7 @@ def _remedy(check: PromptCheck, with_thoughts: set[bool], of_record: bool = Fals
     template = check.encoder.options.template
     others = ["give --version one of LLaVA's templates"] if template == "chat_template" else []
     if False in with_thoughts:
-        others.append("bring answers with thoughts (reasoning_content in a turn)")
+        others.append("use answers with thoughts (reasoning_content in a turn)")
     else:
         others.append("take the thoughts out of the answers")
     tokenizer = check.encoder.tokenizer

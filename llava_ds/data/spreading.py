@@ -46,7 +46,7 @@ def spread(weights: np.ndarray, num_bins: int, room: int | None = None) -> np.nd
 
 
 def _one_by_one(bins: np.ndarray, steps: np.ndarray, room: int | None) -> list[int]:
-    """Assign weights one by one. bins, steps: numbers as in spread."""
+    """Assign weights one by one. bins, steps: encoded as in spread."""
     heap, taken = np.sort(bins[bins < _CLOSED]).tolist(), []
     mask, full = (0, 1) if room is None else ((1 << room.bit_length()) - 1, room)
     for step in steps.tolist():

@@ -45,7 +45,7 @@ class Packing:
     """Layout of a step's samples on ranks and micro-batches.
 
     dp: number of rank groups with separate samples; axes: split the samples further among the ranks of a group.
-    tokens_per_micro_batch: packs of at most this many tokens, evened out by cost; None: micro-batches by count.
+    tokens_per_micro_batch: packs of at most this many tokens, balanced by cost; None: micro-batches by count.
     across_epochs: steps of whole micro-batches that continue into the next epoch, as in LLaVA's trainer. pair_cost,
     other_costs: of a sample's parts (packing.sample_costs).
     """

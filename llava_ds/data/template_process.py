@@ -24,7 +24,7 @@ BUSY = "free memory and processors, or lower --preprocessing_num_workers"
 MAX_TEXT, MAX_GROWTH = 2**20, 64  # maximum characters: a constant, plus a multiple of the conversation's
 # Not -m: that looks for modules in the current folder first.
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import serve; serve({})"
-REMEDY = "give --version one of LLaVA's templates, or bring another tokenizer"
+REMEDY = "give --version one of LLaVA's templates, or use another tokenizer"
 
 
 class TemplateProcess:

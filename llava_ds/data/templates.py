@@ -164,7 +164,7 @@ def image_first(text: str) -> str:
 
 
 def _image_first_next(text: str) -> str:
-    """Do as image_first, except for messages that begin with an image: these stay unchanged. Source: LLaVA-NeXT."""
+    """Like image_first, but leaves messages that begin with an image unchanged. Source: LLaVA-NeXT."""
     return text if text.startswith(IMAGE_TOKEN) else image_first(text)
 
 

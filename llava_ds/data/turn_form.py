@@ -203,7 +203,7 @@ def with_thought_apart(message: Message, form: TurnForm) -> Message:
     return message
 
 
-_BRING = "bring a chat template that does (chat_template.jinja), or take them out"
+_BRING = "use a chat template that does (chat_template.jinja), or take them out"
 
 
 def refuse_unwritten(messages: Sequence[Message], tools: str, form: TurnForm) -> None:

@@ -27,7 +27,7 @@ from llava_ds.runtime.mesh import Group
 from llava_ds.runtime.waiting import waiting
 
 SKIPPED = "llava_ds_skipped_steps"  # attribute of the engine: number of steps not yet settled, a tensor on the device
-NORM_NUMBERS = 2**24  # numbers of a gradient converted to float64 at a time
+NORM_NUMBERS = 2**24  # elements of a gradient converted to float64 at a time
 CLIP_EPSILON = 1e-6  # DeepSpeed and torch add it to the norm before dividing by it
 
 

@@ -19,7 +19,7 @@ from llava_ds.runtime.mesh import Group
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.waiting import waiting
 
-# (begin, end, period): a part of a flattened parameter, numbers begin to end of every period; () for all numbers.
+# (begin, end, period): a part of a flattened parameter, elements begin to end of every period; () for all elements.
 Slice = tuple[int, int, int] | tuple[()]
 
 
@@ -60,8 +60,8 @@ class Placement:
         return {parameter: share for share, parameter in self.shares(model) if parameter is not None}
 
     def counted(self, model: nn.Module) -> set[nn.Parameter] | None:
-        """Return the parameters whose gradients this rank contributes to a sum over the group: those only it has, or on
-        the first rank all (None)."""
+        """Return the parameters whose gradients this rank contributes to a sum over the group: those that only it has,
+        or None for all, on the first rank."""
         if self.index == 0:
             return None
         return {p for p, share in self.held(model).items() if share.slice or share.owner is not None}
@@ -95,8 +95,8 @@ def divided(
     parts: Iterable[MeshPart],
     size_of: Callable[[str], int],
 ) -> dict[nn.Parameter, int]:
-    """Return the number of elements per parameter that a rank will hold. elements: numbers in the whole model; size_of:
-    maps an axis to its number of ranks."""
+    """Return the number of elements per parameter that a rank will hold. elements: in the whole model; size_of: maps an
+    axis to its number of ranks."""
     for part in parts:
         cut = part.divides(model) if part.divides is not None else ()
         elements = {p: number // size_of(part.axis) if p in cut else number for p, number in elements.items()}

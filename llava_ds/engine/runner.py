@@ -51,7 +51,7 @@ class Runner(Protocol):
 
 
 class Direct:
-    """The runner of a rank with the whole model (except ZeRO's sharding). engine: for `forward`, the model will do."""
+    """The runner of a rank with the whole model (except ZeRO's sharding). engine: `forward` accepts a plain model."""
 
     every_rank_sees = True
 

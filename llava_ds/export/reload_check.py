@@ -78,7 +78,7 @@ def compare_reloaded(
 ) -> float:
     """Open the exported folder with transformers and compare its logits with the trained model's.
 
-    base: if the exported one is an adapter (peft merges it); batch: a single sample;
+    base: the model under an exported adapter (peft merges it); batch: a single sample;
     layouts: of its images; mean, std (1, 3, 1, 1): the tower's scaling of pixels; logits (T, V): the trained model's,
     at every position or at the first ones. Their device is used if it has room. Returns and raises like compare_logits.
     Raises NotCompared if time or memory run out.

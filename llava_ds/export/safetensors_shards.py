@@ -25,7 +25,7 @@ def write_shards(
     """Write model.safetensors, or its shards with an index, and return checksums of the tensors' bits.
 
     Only one tensor is in memory at a time. holes: write names and shapes, with a hole in the file (taking no space)
-    instead of the numbers.
+    instead of the values.
     """
     shards = _split(entries, dtype, max_bytes)
     names = [
@@ -72,7 +72,7 @@ def _write(entries: list[Entry], path: Path, dtype: torch.dtype, holes: bool) ->
         begin, end = end, end + entry.numel * dtype.itemsize
         header[entry.name] = {"dtype": DTYPES[dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # aligns the numbers
+    text += b" " * (-len(text) % 8)  # aligns the tensors
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         if holes:

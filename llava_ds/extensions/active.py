@@ -1,4 +1,4 @@
-"""Load extensions: the flags if the command line gives one, the code if the run uses the extension."""
+"""Load extensions: their flags if the command line gives one of them, their code if the run uses them."""
 
 import dataclasses
 import functools
@@ -146,14 +146,14 @@ OF_OBJECTIVE: "dict[str, RecordFields]" = {}
 
 
 def plugin_entries(projector: str) -> dict[str, object]:
-    """Return config.json's entries on plugins: all, and those that a model with this projector answers without."""
+    """Return config.json's entries on plugins: all, and those not needed to answer with this projector."""
     found, kind = plugins(), projector.partition(":")[0]
     free = [name for name in found if name != kind and not flags_class(name).differs]
     return {"llava_ds_plugin": found, "llava_ds_answers_without": free} if found else {}
 
 
 def record_fields() -> "dict[str, RecordFields]":
-    """Return the further keys of records that loaded plugins and the objective read, by plugin or objective."""
+    """Return the additional record keys that loaded plugins and the objective read, by plugin or objective."""
     found = {name: _extension(name).fields for name in plugins()} | OF_OBJECTIVE
     return {name: fields for name, fields in found.items() if fields is not None}
 

@@ -112,11 +112,11 @@ class ObjectiveTraits(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """Answers that a step draws before it trains, on each rank: to `prompts` prompts, at_once of them together.
+    """Answers that each rank samples in a step before training: to `prompts` prompts, at_once of them together.
 
     new_tokens: maximum per answer; max_length: maximum of prompt and answer together; shares: the training pass
     computes a prompt once for its answers; frozen_models: number of further models, whole on every rank; updates:
-    training passes; by_server: another process draws.
+    training passes; by_server: another process samples.
     """
 
     prompts: int
@@ -131,7 +131,7 @@ class Drawing(NamedTuple):
 
     @classmethod
     def of(cls, args: "Arguments", new_tokens: int, at_once: int, **more: object) -> "Drawing":
-        """Fill in what the core's flags say. more: the fields with defaults."""
+        """Fill in values from the core's flags. more: the fields with defaults."""
         training = args.training
         prompts = training.per_device_train_batch_size * training.gradient_accumulation_steps
         return cls(prompts, args.data.model_max_length, new_tokens, min(prompts, at_once), **more)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class RecordFields:
-    """Further keys of a record that a plugin reads, and formats that it converts. Values are stored with the encoded
+    """Additional keys of a record that a plugin reads, and formats that it converts. Values are stored with the encoded
     record.
 
     names: the keys. They count as read; a record may lack them. In a micro-batch, Batch.extra["<plugin>.<key>"] is a
@@ -18,7 +18,7 @@ class RecordFields:
     """
 
     names: ClassVar[tuple[str, ...]] = ()
-    columns: ClassVar[tuple[str, ...]] = ()  # further columns of tables that convert() reads
+    columns: ClassVar[tuple[str, ...]] = ()  # additional columns of tables that convert() reads
 
     def convert(self, record: dict) -> dict | list[dict]:
         """Convert a record of the file to a known format, or to several records. By default unchanged.
@@ -31,8 +31,8 @@ class RecordFields:
     def load(self, values: Mapping[str, object]) -> "Mapping[str, Tensor]":
         """Convert a record's values to tensors, in a process that loads samples, and once when the record is checked.
 
-        values: those that are there. By default numbers, or nested lists of them, become float32 tensors. Raises
-        DataError for a bad value: the record is rejected.
+        values: of the keys that the record has. By default numbers, or nested lists of them, become float32 tensors.
+        Raises DataError for a bad value: the record is rejected.
         """
         import torch
 

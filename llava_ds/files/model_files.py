@@ -24,7 +24,7 @@ MAX_NESTING = 64  # depth of objects and lists; published files have 10
 SHOWN = 60  # maximum characters shown of a wrong value
 
 OWN_CODE = (
-    "it brings its own Python code (auto_map in its JSON files); this is never run here: bring a model whose classes "
+    "it needs its own Python code (auto_map in its JSON files); this is never run here: use a model whose classes "
     "transformers has"
 )
 # Files of a folder that transformers and this package read, besides weights and their indices.

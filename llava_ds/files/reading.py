@@ -227,7 +227,7 @@ def _parsed(content: bytes) -> object:
     try:
         return json.loads(content)
     except UnicodeDecodeError as error:
-        raise DataError(f"it is no UTF-8 (byte {error.start})") from error
+        raise DataError(f"it is not UTF-8 (byte {error.start})") from error
     except RecursionError as error:
         raise DataError("it is nested too deeply") from error
     except ValueError as error:

@@ -16,8 +16,8 @@ from torch import nn
 # a CPU, to fit its caches.
 CHUNK_LOGITS = {"cuda": 2**27, "cpu": 2**22}
 MIN_ROWS = 64  # per chunk, for any vocabulary: smaller products are slow
-PRODUCT_NUMBERS = 2**25  # numbers of the weight's gradient computed in half precision at a time
-# Scale of the logits' gradients (at most 1) in float16: it ends at 65504 and rounds numbers below 6e-8 to 0.
+PRODUCT_NUMBERS = 2**25  # elements of the weight's gradient computed in half precision at a time
+# Scale of the logits' gradients (at most 1) in float16: its maximum is 65504, and it rounds values below 6e-8 to 0.
 FLOAT16_SCALE = 2.0**15
 
 

@@ -14,7 +14,7 @@ from llava_ds.tiny.scenes import draw_scene, sample_scene
 
 TEXT_ONLY_SHARE = 0.1
 MIN_TURNS, MAX_TURNS = 4, 8
-DESCRIBE = "describe"  # a further kind: describe the whole image
+DESCRIBE = "describe"  # an additional kind: describe the whole image
 
 
 def write_splits(folder, seed, num_pretrain, num_finetune, num_heldout):

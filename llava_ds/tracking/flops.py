@@ -5,7 +5,7 @@ A matrix costs 2 FLOPs per weight and token forward; backward costs 2 for its in
 it trains, and 2 for its own gradient, if it trains. Attention costs 4 times the width of all heads per layer and pair
 of tokens in which one sees the other, L (L + 1) / 2 per sample, and twice that backward. Where an image's tokens see
 each other, its P tokens add P (P - 1) / 2 pairs. A layer with a state (the delta rule) has no pairs: per token it costs
-6 times the numbers in its states (read twice, changed once), and twice that backward.
+6 times the values in its states (read twice, changed once), and twice that backward.
 
 Only the maths that a step needs is counted: no padding, no recomputation, no blank images; every layer at every token,
 windows as full attention; the output layer at supervised positions only. Norms, activations and the optimizer are not

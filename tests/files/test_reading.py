@@ -16,7 +16,7 @@ OBJECT = dict[str, int]
         (b"", "it is empty"),
         (b"{", "it is no JSON"),
         (b"\xff\xfe{}", "it is no"),
-        (b'{"a": "\xff"}', r"it is no UTF-8 \(byte 7\)"),
+        (b'{"a": "\xff"}', r"it is not UTF-8 \(byte 7\)"),
         (b"null", "it: input should be a valid dict"),
         (b'{"a": "1"}', "a: input should be a valid integer"),
         (b"[" * 200_000 + b"]" * 200_000, "it is nested too deeply"),

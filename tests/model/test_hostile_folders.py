@@ -35,7 +35,7 @@ def change(file, **values) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
-REFUSED = "it brings its own Python code .*never run here"
+REFUSED = "it needs its own Python code .*never run here"
 
 
 @pytest.mark.parametrize("opens", [read_text_config, lambda path: load_model(path, "cpu")], ids=["train", "infer"])

@@ -285,7 +285,7 @@ def _in_order(values: list, marks: list[Mark]) -> list:
     if sorted(-1 if index is None else index for index in indices) != list(range(len(marks))):
         raise DataError(
             f"has parts with 'index' {short(indices)} for its {len(marks)} {_SHOWN[marks[0].kind]}, expected each "
-            "number from 0 once: mend them, or leave 'index' out to use the order of the parts"
+            "number from 0 once: fix them, or leave 'index' out to use the order of the parts"
         )
     return [values[index] for index in indices]
 

@@ -10,9 +10,9 @@ from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
 class OptimizerFacts:
     """Facts about an optimizer that can't be read from the built object.
 
-    moments: fp32 numbers, or their bytes, per parameter, at most (Muon keeps one for a matrix, two for Adam's
-    parameters); op, offloaded_op: the operator that DeepSpeed compiles for it, on the device and for states in CPU
-    memory; zero_tested: DeepSpeed has tested it under ZeRO (others need zero_allow_untested_optimizer).
+    moments: most fp32 values per parameter, or as many bytes (Muon keeps one for a matrix, two for Adam's parameters);
+    op, offloaded_op: the operator that DeepSpeed compiles for it, on the device and for states in CPU memory;
+    zero_tested: DeepSpeed has tested it under ZeRO (others need zero_allow_untested_optimizer).
     """
 
     moments: float

@@ -43,7 +43,7 @@ WARMUP_TYPES = ("log", "linear")
 
 
 def resolve_block(draft: Draft, num_steps: int | None) -> None:
-    """Fill the block from the flags, and refuse values that give no schedule. num_steps: as of resolve_scheduler."""
+    """Fill the block from the flags, and refuse values that give no schedule. num_steps: as in resolve_scheduler."""
     block = draft.config["scheduler"]
     if not isinstance(block.get("type"), str):
         return  # check_keys refused it

@@ -140,7 +140,7 @@ def save_engine(engine, writer: CheckpointWriter) -> None:
 def snapshot(value: object, known: dict) -> object:
     """Copy to host memory, so that training doesn't change it; copies a repeated tensor once.
 
-    known: maps sources to copies, empty at first. Copies only the visible numbers of a view.
+    known: maps sources to copies, empty at first. Copies only the visible elements of a view.
     """
     if isinstance(value, torch.Tensor):
         key = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)

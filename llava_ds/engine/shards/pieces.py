@@ -1,8 +1,8 @@
-"""Pieces of parameters: the position of each parameter's numbers in a rank's optimizer and in its files.
+"""Pieces of parameters: the position of each parameter's elements in a rank's optimizer and in its files.
 
 Every ZeRO stage and number of ranks divides and orders the parameters differently. A Layout describes one rank's part
 by the parameters' names. It is made from a live engine and saved in a checkpoint, so that one description finds every
-number in both.
+element in both.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ _KINDS = {
 
 
 class Block(NamedTuple):
-    """Numbers shared by two pieces: rows of width numbers, row i at from_ + i * from_step in the first piece's tensor
+    """Elements shared by two pieces: rows of width elements, row i at from_ + i * from_step in the first piece's tensor
     and at to + i * to_step in the second's."""
 
     rows: int
@@ -72,7 +72,7 @@ class Block(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Consecutive numbers of a parameter's flattened slice: `length` numbers from `start`.
+    """Consecutive elements of a parameter's flattened slice: `length` elements from `start`.
 
     name: the parameter's name in the model; offset: start of the piece in the slot's tensor.
     """
@@ -123,7 +123,7 @@ class Piece(NamedTuple):
 
 
 class _Rectangle(NamedTuple):
-    """A piece's numbers in the same columns of consecutive rows. offset: of the first number in the slot's tensor;
+    """A piece's elements in the same columns of consecutive rows. offset: of the first element in the slot's tensor;
     step: from one row to the next there."""
 
     top: int
@@ -134,7 +134,7 @@ class _Rectangle(NamedTuple):
     step: int
 
     def place(self, row: int, column: int) -> tuple[int, int]:
-        """Return a number's position in the slot's tensor, and the distance to the number in the next row."""
+        """Return an element's position in the slot's tensor, and the distance to the element in the next row."""
         return self.offset + (row - self.top) * self.step + column - self.left, self.step
 
 

@@ -44,7 +44,7 @@ def interval_lines(scores: dict) -> list[str]:
             for metric, each in kinds[OVERALL].items()
         )
         asked = scores["scores"][name][OVERALL][1]
-        few = f" (too few questions: {asked}; bring {FEW_QUESTIONS} or more)" if asked < FEW_QUESTIONS else ""
+        few = f" (too few questions: {asked}; use {FEW_QUESTIONS} or more)" if asked < FEW_QUESTIONS else ""
         lines.append(f"  {name}: {', '.join(figures)}{few}")
     return lines
 

@@ -16,7 +16,7 @@ from llava_ds.extensions.classify.label_records import CLASS
 from llava_ds.model.open.last_states import LastStates, SampleObjective
 from llava_ds.train.objectives.objective import MicroLoss
 
-STD = 0.02  # of the head's initial weights, transformers' initializer_range
+STD = 0.02  # standard deviation of the head's initial weights (transformers' initializer_range)
 
 
 class ScoreHead(nn.Linear):
@@ -36,7 +36,7 @@ class ScoreHead(nn.Linear):
 
 
 class MacroF1(Measure):
-    """The F1 of every label, averaged over the labels that records or predictions of the held-out data have."""
+    """The F1 of every label, averaged over the labels that occur in held-out records or predictions."""
 
     def __init__(self) -> None:
         self._sums: torch.Tensor | None = None

@@ -24,7 +24,7 @@ from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.plan import Plan
 
 LABELS_FILE = "labels.json"
-SHOWN = 20  # labels in the first lines
+SHOWN = 20  # number of labels shown in the first lines
 
 
 def head(config: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> nn.Module:
@@ -56,17 +56,17 @@ def _counted(where: str, dataset: EncodedDataset, own: Flags) -> str:
             record = dataset.row(row)
             found = f"the label {unknown[0]!r}, which is not among --labels" if unknown else f"{len(labels)} labels"
             instead = "add it there" if unknown else "give --problem_type multi_label_classification"
-            raise DataError(f"{record['file']}:{record['line']} in {where} has {found}: {instead}, or mend the record")
+            raise DataError(f"{record['file']}:{record['line']} in {where} has {found}: {instead}, or fix the record")
         counts.update(labels)
     if len(counts) < 2 and where == "the training data" and not several:
-        raise DataError(f"all records of {where} have the label {next(iter(counts))!r}: bring records of another")
+        raise DataError(f"all records of {where} have the label {next(iter(counts))!r}: add records with another")
     shown = ", ".join(f"{name} {number:,}" for name, number in counts.most_common(SHOWN))
     absent = len(names) - len(counts)
     return f"labels of {where}: {shown}" + (f"; {absent} of --labels have no record" if absent else "")
 
 
 def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Classification:
-    """Return the objective instead of the plain one."""
+    """Return the objective that replaces the plain one."""
     own, measure = plan.args.own["classify"], plan.own["classify"]
     return Classification(
         plain.num_sources,

@@ -15,8 +15,8 @@ import torch
 from llava_ds.model.heads import LogProbs
 from llava_ds.model.output_loss import LogitGradients, chunk_rows, softmax_minus_target
 
-COPIES = 4  # of a chunk's logits in memory, over the cross-entropy's
-MOST = -1e-7  # log-probability of the kept tokens together, at most: the rest keeps a logarithm (TRL's bound)
+COPIES = 4  # copies of a chunk's logits in memory, beyond those of the cross-entropy
+MOST = -1e-7  # maximum log-probability of all kept tokens, so that the rest's is finite (TRL's bound)
 
 
 class Teacher:
@@ -27,7 +27,7 @@ class Teacher:
         return nullcontext()
 
     def values(self, part: slice, student: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the divergences (rows,) at some positions, and their gradients by the student's logits, (rows, C).
+        """Return the divergences (rows,) at some positions, and their gradients w.r.t. the student's logits, (rows, C).
 
         student: its logits (rows, V) float32, divided by the temperature.
         """
@@ -47,7 +47,7 @@ class Divergence(LogProbs):
     sft_alpha: float = 0.0
 
     def by_row(self, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float | None) -> tuple:
-        """Compute both. hidden: divided by the temperature, as LogProbs does; the cross-entropy is without it."""
+        """Compute both. hidden: divided by the temperature, as in LogProbs. The cross-entropy undoes that."""
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         dtype = torch.float32 if dtype == torch.float16 else dtype  # unbounded gradients may overflow float16
@@ -89,7 +89,7 @@ class _Summed(torch.autograd.Function):
 
 
 def divergence(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the divergences (rows,), and their gradients by the outcomes' logits (rows, n).
+    """Return the divergences (rows,), and their gradients w.r.t. the outcomes' logits (rows, n).
 
     student, teacher (rows, n): log-probabilities that add up to 1.
     """
@@ -111,7 +111,7 @@ def kept_divergence(
     """The same between the teacher's K most probable tokens, with all others as one more outcome.
 
     student (rows, C): log-probabilities; ids, kept (rows, K): the tokens, and their log-probabilities under the
-    teacher. The gradients (rows, C) are by the student's logits.
+    teacher. The gradients (rows, C) are w.r.t. the student's logits.
     Source: TRL's ServerDistillationTrainer with loss_add_tail.
     """
     own = with_rest(student.gather(1, ids))

@@ -1,4 +1,4 @@
-"""The distillation extension: its objective, its teacher, and steps on answers that the student draws."""
+"""The distillation extension: its objective, its teacher, and steps on answers sampled from the student."""
 
 import itertools
 import time
@@ -60,9 +60,9 @@ class GKD(Wrapped):
 
 
 class Distillation(SessionPart):
-    """Has the teacher, in memory or as numbers on disk; a part of the steps may train on drawn answers.
+    """Holds the teacher, in memory or as log-probabilities on disk. Some steps may train on sampled answers.
 
-    A step is drawn with probability lmbda, decided by --seed and its number alone: all ranks and resumed runs agree.
+    A step does with probability lmbda, decided by --seed and its number alone: all ranks and resumed runs agree.
     """
 
     def __init__(self, plan: Plan, started: Start) -> None:
@@ -97,7 +97,7 @@ class Distillation(SessionPart):
         return np.random.default_rng([self._seed, step]).random() < self.flags.lmbda
 
     def _drawn(self, step: int, planned: list[list[int]]) -> list[MicroBatch]:
-        """Draw an answer to each prompt, and pack them: equally many micro-batches on every rank. Collective."""
+        """Sample an answer to each prompt, and pack them: equally many micro-batches on every rank. Collective."""
         found = [(index, self._prompt(step, index)) for index in itertools.chain(*planned)]
         broken = [item for _, item in found if isinstance(item, BrokenSample)]
         asked = [(index, item) for index, item in found if isinstance(item, LoadedSample)]

@@ -54,7 +54,7 @@ class Flags(ExtensionFlags):
 
     @property
     def frozen_folder(self) -> str | None:
-        """The teacher's folder, unless its numbers are on disk."""
+        """The teacher's folder, unless its log-probabilities are on disk."""
         return None if self.gkd_logits_topk else self.teacher_model_name_or_path
 
     def traits(self, objective: str) -> ObjectiveTraits | None:

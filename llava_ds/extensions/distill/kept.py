@@ -41,9 +41,9 @@ class Kept(Teacher):
 
 
 class KeptTeacher:
-    """The numbers of a data set, (N, 2, K) int32 in a file: ids + 1, 0 if missing, and the bits of log-probabilities.
+    """Kept distributions of a data set in a file, (N, 2, K) int32: ids + 1, or 0, and the bits of log-probabilities.
 
-    Every sample of the data set gets its own from the file, in Batch.extra.
+    Every sample gets its own from the file, in Batch.extra.
     """
 
     def __init__(self, path: Path, dataset: EncodedDataset, kept: int, rows: int) -> None:
@@ -69,7 +69,7 @@ class KeptTeacher:
 
 
 def kept_teacher(plan: Plan, ranks: Ranks, mesh: Mesh) -> KeptTeacher:
-    """Open the numbers of the training data, written now if they are not there. Collective."""
+    """Open the training data's kept distributions, or write them. Collective."""
     frozen, own, dataset = plan.own["distill"], plan.args.own["distill"], plan.steps.dataset
     rows, folder = shared_rows(plan), Path(own.teacher_model_name_or_path)
     kept = min(own.gkd_logits_topk, rows)

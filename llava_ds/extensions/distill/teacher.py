@@ -35,8 +35,8 @@ def shared_rows(plan: Plan) -> int:
 class Live(Teacher):
     """Distributions of a teacher in memory.
 
-    hidden (S, E): divided by the temperature; weight (W, E), maybe sharded; softcap: over the temperature, None without
-    one; rows: C.
+    hidden (S, E): divided by the temperature; weight (W, E), maybe sharded; softcap: divided by the temperature, or
+    None; rows: C.
     """
 
     hidden: torch.Tensor

@@ -135,7 +135,7 @@ def _best_of_three(name: str, collective: Callable, expected, rank: int, device)
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - started)
     if not torch.equal(out, expected):
-        raise RuntimeError(f"{name} gave rank {rank} wrong numbers")
+        raise RuntimeError(f"{name} gave rank {rank} wrong values")
     return best
 
 

@@ -12,7 +12,7 @@ from llava_ds.constants import ConfigError
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
-HIDDEN_SIZE = 4096  # a 7B's, for JSON values that depend on the model; no check depends on it
+HIDDEN_SIZE = 4096  # a 7B model's, for JSON values derived from it; no check depends on it
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # B parts of a micro-batch, N on all ranks, D width of the language model
-"""Embeddings: a query is drawn to its positive and away from its hard negatives and the other records' texts."""
+"""Embeddings: a query is pulled towards its positive and away from its hard negatives and the other records' texts."""
 
 from dataclasses import dataclass, field
 
@@ -62,7 +62,7 @@ class Recall(Measure):
         self._seen = []
         vectors, parts = (torch.cat(each) for each in zip(*pairs))
         found, counted, places = Candidates(parts), set(), []
-        is_first = [not (code in counted or counted.add(code)) for code in parts[:, 1].tolist()]  # of equal ones
+        is_first = [not (code in counted or counted.add(code)) for code in parts[:, 1].tolist()]  # among equal queries
         for rows in found.is_query.nonzero()[:, 0].split(TOGETHER):
             near = vectors[rows] @ vectors.T  # (Q, N)
             own = near.gather(1, rows[:, None] + 1)
@@ -72,7 +72,7 @@ class Recall(Measure):
 
 @dataclass(frozen=True)
 class Embedding(SampleObjective):
-    """InfoNCE over normalised hidden states, with the candidates of all ranks' micro-batches of the same number.
+    """InfoNCE over normalised hidden states, with candidates from all ranks' micro-batches of the same index.
 
     temperature: divisor of the cosines; recall: keeps the vectors of evaluations. Sources: in-batch negatives as in
     sentence-transformers' MultipleNegativesRankingLoss, the last token as in E5-V (arXiv 2407.12580) and VLM2Vec
@@ -85,7 +85,7 @@ class Embedding(SampleObjective):
     recall: Recall | None = None
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
-        """Run the model, and compare the vectors of all ranks: its own get their whole gradient, and are logged."""
+        """Run the model, and compare the vectors of all ranks: this rank's get their full gradient, and are logged."""
         states = engine(batch, self.probe)  # (B, D)
         own = F.normalize(states.double(), dim=1)
         given = batch.extra.get(f"embed.{PART}", [])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _embed, _ = flags_of("embed", goes_with="embed")
 
-METRICS = ("accuracy", "candidates")  # besides the loss; candidates: compared with a query, in the mean
+METRICS = ("accuracy", "candidates")  # besides the loss; candidates: mean number compared with a query
 NEEDS = {
     "known_samples": "labels are counted, and parts of a record found, before",
     "whole_sample": "the last token's hidden state is read there",

@@ -1,4 +1,4 @@
-"""Records of a query and what it is compared with, as conversations whose answer is not learned."""
+"""Records of a query, its positive and its negatives, as conversations whose answer is not learned."""
 
 import json
 import re
@@ -17,7 +17,7 @@ class PartField(RecordFields):
     negative_messages with images, positive_images and negative_images; or sentence-transformers' anchor, positive and
     negative, each a text or {"text": ..., "image": ...}.
 
-    A part's value: [the number of the record's parts for its query, else 0, the content's number, the query's].
+    A part's value: [number of the record's parts for its query, else 0; code of its content; code of the query].
     """
 
     names = (PART,)

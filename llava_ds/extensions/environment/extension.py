@@ -1,4 +1,4 @@
-"""Draw episodes: turns of the model, with an environment's texts and images between them."""
+"""Sample episodes: turns of the model, with an environment's texts and images between them."""
 
 import math
 from collections.abc import Sequence
@@ -25,18 +25,18 @@ from llava_ds.runtime.ranks import on_every_rank
 from llava_ds.train.evaluating.sampling import Answer, DrawRules, draw_answers, numbers_for
 from llava_ds.train.plan import Plan
 
-Tiles = tuple[torch.Tensor, MediaLayout]  # of an image
+Tiles = tuple[torch.Tensor, MediaLayout]  # an image's
 SEVERAL = 2  # images of a conversation: a single one may get another layout
 
 
 @dataclass(frozen=True)
 class TurnRules(DrawRules):
-    """Rules of drawing a turn. max_new_tokens: of a whole episode, observations included; turn: most of one turn."""
+    """Rules for sampling a turn. max_new_tokens: limit per episode, including observations; turn: limit per turn."""
 
     turn: int | None = None
 
     def left(self, prompt: LoadedSample) -> int:
-        """Return how many tokens may follow in the episode."""
+        """Return the number of tokens left in the episode."""
         return min(self.max_new_tokens - used(prompt), self.max_length - len(prompt.input_ids))
 
     def room(self, prompt: LoadedSample) -> int:
@@ -51,7 +51,7 @@ def used(sample: LoadedSample) -> int:
 @dataclass(eq=False)
 class Play:
     """An episode in progress. sample: the prompt with all turns so far, supervised at the model's tokens; ended: the
-    environment ended it; is_over: it or a bound did."""
+    environment ended it; is_over: it, or a limit, did."""
 
     game: Game
     sample: LoadedSample
@@ -88,7 +88,7 @@ class Play:
 
 
 class Episodes(Drawer):
-    """Draws episodes with the user's class. Every turn after the first computes all tokens before it anew."""
+    """Samples episodes with the user's class. Every turn recomputes all tokens before it."""
 
     columns: ClassVar = ("turns",)
 
@@ -98,7 +98,7 @@ class Episodes(Drawer):
         self._max_turns, self._max_turn_length = own.max_turns, own.max_turn_length
         self._judges_alone = rl.reward_funcs is None and rl.reward_model_name_or_path is None
         self._images, self._tokenizer, self._encoder = plan.images, plan.model.tokenizer, ObservationEncoder(plan)
-        self._tiles: dict[bytes, Tiles] = {}  # of a draw: equal images are computed once
+        self._tiles: dict[bytes, Tiles] = {}  # by digest, in one draw: equal images are computed once
         self.reward = Reward("environment", 1.0, lambda answers: [one.own for one in answers], of_user=True)
 
     def try_out(self, asked: RolloutPrompt, rules: DrawRules) -> None:
@@ -133,7 +133,7 @@ class Episodes(Drawer):
         return {"episodes/turns": float(turns), "episodes/bound_ratio": float(bound)}
 
     def _begin(self, asked: RolloutPrompt, seed: Sequence[int], rules: TurnRules) -> tuple[RolloutPrompt, list[Play]]:
-        """Begin the episodes of a prompt, all alike. Returns also the prompt as it is asked."""
+        """Begin the episodes of a prompt, all alike. Also returns the prompt with the first observation."""
         media = media_from_text(self._dataset.row(int(self._dataset.rows[asked.index]))["media"])
         shown = (load_images(one.media, one.sizes, self._images) for one in media if one.media.kind == "image")
         images = [*chain.from_iterable(shown)]
@@ -171,7 +171,7 @@ class Episodes(Drawer):
         return ids, media
 
     def _take(self, play: Play, answer: Answer, rules: TurnRules) -> None:
-        """Add a drawn turn. One without an end marker was cut short by a bound, and ends the episode."""
+        """Add a sampled turn. One without an end marker was cut short by a limit, and ends the episode."""
         text = self._tokenizer.decode(answer.ids, skip_special_tokens=True).strip()
         play.answers.append(answer)
         play.add(answer.ids, "model", text)
@@ -182,7 +182,7 @@ class Episodes(Drawer):
             if play.is_over:
                 play.rewards += play.game.last_reward()
                 if play.ended and not play.rewards and self._judges_alone:
-                    raise DataError(f"no reward came, and {FLAG} alone judges: return one, or name --reward_funcs")
+                    raise DataError(f"no reward came, and only {FLAG} gives any: return one, or name --reward_funcs")
 
     def _go_on(self, play: Play, text: str, rules: TurnRules) -> None:
         """Pass the model's turn to the environment, and add its observation if another turn may follow."""

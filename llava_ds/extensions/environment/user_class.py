@@ -1,4 +1,4 @@
-"""The user's class (docs/environment.md has its methods), checks of all that it returns, and token ids of it."""
+"""The user's class (docs/environment.md has its methods), checks of its results, and their token ids."""
 
 import contextlib
 import hashlib
@@ -130,12 +130,12 @@ class ObservationEncoder:
         expected = np.concatenate([ids[: self._opened], between, answer, between, answer])
         if not np.array_equal(self._encoded(3 * EXCHANGE)[0][: len(expected)], expected):
             raise ConfigError(
-                f"{FLAG} can't be used with this chat template (--version {version}): it writes an answer in another "
-                "way once a question follows, so that a drawn answer can't be continued"
+                f"{FLAG} can't be used with this chat template (--version {version}): it writes an answer differently "
+                "when a question follows, so that a sampled answer can't be continued"
             )
 
     def ids(self, shown: Observation, marks: Sequence[int | ImageText] = (), opens: bool = False) -> list[int]:
-        """Return the ids up to the next answer, from the last one's end marker, or from the start if it opens."""
+        """Return the ids up to the next answer, from the last one's end marker, or from the start if `opens`."""
         question = Message("human", f"{IMAGE_TOKEN}\n" * len(shown.images) + shown.text)
         ids, start = self._encoded((*(() if opens else EXCHANGE), question, EXCHANGE[1]), marks)
         return ids[0 if opens else self._opened : start].tolist()

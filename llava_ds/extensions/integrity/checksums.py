@@ -55,7 +55,7 @@ class Snapshot(NamedTuple):
 
 
 def snapshot(entries: Iterable[Entry]) -> Snapshot:
-    """Sum the entries' rows. Small tensors of one dtype are summed together, parts of an owner each alone."""
+    """Sum the entries' rows. Small tensors of one dtype are summed together, parts with an owner separately."""
     groups: list[list[Entry]] = []
     together: dict[tuple[torch.dtype, torch.device], list[Entry]] = {}
     for entry in entries:
@@ -74,7 +74,7 @@ def row_sums(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
     size = flat.element_size()
     if flat.storage_offset() * size % 8:
-        flat = flat.clone()  # a view of words has to begin at one
+        flat = flat.clone()  # a view as words has to begin at a word
     whole = flat.numel() * size // 8 * 8 // size
     words = flat[:whole].view(torch.int64)
     full = words.numel() // ROW * ROW

@@ -4,7 +4,7 @@ import statistics
 from collections import Counter, deque
 from typing import NamedTuple
 
-SLOW = 1.5  # times the median of all ranks
+SLOW = 1.5  # as a multiple of the ranks' median
 SLOW_STEPS = 8  # latest steps by which speed is judged
 SLOW_FIRST = 3  # first steps of a start, which are left out: caches fill, kernels are chosen
 MOST_NAMED = 3  # parameters
@@ -25,7 +25,7 @@ class Report(NamedTuple):
     """A rank's numbers of a step. The first seven count faults of that kind.
 
     own, copies: checksums of the weights that its optimizer wrote, and of its copies of all ranks' weights; whole: of
-    weights that every rank writes, or nobody; work: tokens; spent_us: own time, without waits for other ranks.
+    weights without an owner; work: tokens; spent_us: own time, without waits for other ranks.
     """
 
     weight: int

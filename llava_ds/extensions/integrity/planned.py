@@ -21,7 +21,7 @@ class PlannedBatches:
         self._seen: deque[torch.Tensor] = deque(maxlen=EARLIER)
 
     def check(self, window: Window) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return bool scalars for a step: it is an earlier one again, and it is another wrong one."""
+        """Return two bool scalars: the step repeats an earlier one; it is wrong in another way."""
         planned = next(self._layouts).of_ranks[self._dp_rank]
         wrong = torch.stack([self._differs(*pair) for pair in zip(window.micro_batches, planned)]).any()
         ids = torch.cat([batch.input_ids.flatten() for batch in window.batches])

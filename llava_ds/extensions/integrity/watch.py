@@ -14,7 +14,7 @@ from llava_ds.extensions.integrity.planned import PlannedBatches
 from llava_ds.extensions.integrity.states import States
 from llava_ds.runtime.mesh import Mesh
 
-EARLIER = 4  # steps whose optimizer states are compared with a step's, to find shards of an earlier one
+EARLIER = 4  # earlier steps whose optimizer states are compared with the current one's, to find stale shards
 
 
 class Watch:
@@ -66,7 +66,7 @@ class Watch:
                 self.counts["twice"], self.counts["missed"] = planned.check(window)
             self.counts["work"] = self._number(window.counts.tokens)
             spent = 0 if not self.marks else sum(a.elapsed_time(b) for a, b in zip(self.marks[::2], self.marks[1::2]))
-            self.counts["spent_us"] = self._number(int(1000 * spent))  # on a GPU, the forward passes of the step before
+            self.counts["spent_us"] = self._number(int(1000 * spent))  # on a GPU, the previous step's forward passes
             self.began, self.marks = began, []
             yield window
 
@@ -75,7 +75,7 @@ class Watch:
         if (self.step + 1) % self.every == 0 or self.step % self.every == 0:
             kept = {"weight": snapshot(self.states.weights()), "state": snapshot(self.states.optimizer_states())}
             self.kept = kept
-            # Shards of weights may stay the same for a while: a small rate changes few numbers in bfloat16.
+            # Shards of weights may stay the same for a while: a small rate changes few values in bfloat16.
             self.earlier.append([kept[kind].values for kind in ("state", "weight")[: 1 + self.has_copies]])
 
     def _compare(self, kind: str, kept: Snapshot | None) -> None:

@@ -35,7 +35,7 @@ START_FILE = "lora_start.pt"  # in a checkpoint: LoRA's initial matrices, if the
 ADAPTER = "default"  # peft's name for a single adapter
 A, B, MAGNITUDE = (f".lora_{part}.{ADAPTER}.weight" for part in ("A", "B", "magnitude_vector"))
 
-# Adapter settings that change its computation and aren't supported, with their values without an effect.
+# Unsupported adapter settings that would change its computation, with the values that have no effect.
 PLAIN = {
     "use_qalora": (False, None), "lora_bias": (False, None), "trainable_token_indices": (None, []),
     "fan_in_fan_out": (False, None), "layer_replication": (None, []), "alora_invocation_tokens": (None, []),

@@ -26,7 +26,7 @@ from llava_ds.files.reading import SizedFile
 from llava_ds.files.urls import HTTP, URL, is_remote
 
 BLOCK_BYTES = 8 << 20  # fetched at a time: most images are one block
-TRIES, FIRST_WAIT_S, MOST_WAIT_S = 6, 0.5, 8.0  # some 16 s in all
+TRIES, FIRST_WAIT_S, MOST_WAIT_S = 6, 0.5, 8.0  # about 16 s in total
 # Names of content marks in the infos of fsspec's implementations, the most reliable first.
 MARKS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "generation", "Digest", "LastModified")
 MARKS += ("last_modified", "Last-Modified", "updated", "mtime", "modified", "created")

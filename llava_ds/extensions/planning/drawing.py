@@ -26,7 +26,7 @@ from llava_ds.extensions.planning.fit import GB, MB, Run, verdict
 from llava_ds.extensions.planning.memory import estimate
 from llava_ds.extensions.planning.speed import Load, Machine, step_time
 
-PARTS = ("frozen_models", "gathered_weights", "cache", "prompts", "logits")  # of memory
+PARTS = ("frozen_models", "gathered_weights", "cache", "prompts", "logits")  # causes of memory use
 LOGIT_BYTES = 44  # logits, two in fp32, and four in fp64: probabilities, their sums by row and by answer
 
 
@@ -110,7 +110,7 @@ class DrawingStep:
         if time is None:
             return None
         rounds = math.ceil(drawn.prompts / drawn.at_once)
-        # 2 FLOPs per weight; the output layer's come on top.
+        # 2 FLOPs per weight; the output layer's are added.
         weights = flops.forward_per_token / 2 + text.hidden * text.vocab
         read = w * weights + self.cache_bytes * (self.prompt + drawn.new_tokens / 2) / (self.prompt + drawn.new_tokens)
         per_token = max(read / bandwidth, 2 * self.rows * weights / peak)

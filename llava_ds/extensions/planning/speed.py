@@ -41,7 +41,7 @@ LINK_SHARE = 0.75  # share of NVLink's and network's bandwidth, for large collec
 PCIE_COLLECTIVE_SHARE = 0.4  # share of PCIe's, when ranks send through the CPU's memory
 PCIE_SHARE = 0.75  # for copies from pinned memory
 CPU_ADAM_S = 0.25e-9  # per parameter, on all cores of a node (ZeRO-Offload, arXiv 2101.06840, table of Adam's latency)
-# Numbers that a layer's forward reads and writes, per token and unit of width, besides products and attention: counted
+# Values that a layer's forward reads and writes, per token and unit of width, besides products and attention: counted
 # kernel by kernel in transformers' modeling_llama and Liger's fused kernels. Backward moves twice as many.
 LAYER_NUMBERS, FUSED_LAYER_NUMBERS = 75, 22
 LORA = 1.75  # factor with adapters: memory limits their thin products
@@ -167,7 +167,7 @@ def step_time(run: Run, placement: ZeroPlacement, load: Load, machine: Machine) 
 
 def _pipeline_time(run: Run, placement: ZeroPlacement, load: Load, machine: Machine) -> StepTime:
     """Estimate the step of a pipeline: its slowest stage sets the pace, and waits for one micro-batch per other stage
-    (arXiv 2104.04473, 2.2.1). Traffic between stages does not hide.
+    (arXiv 2104.04473, 2.2.1). Traffic between stages is not hidden.
     """
     setup, layers = run.setup, run.shape.text.num_layers
     times = []

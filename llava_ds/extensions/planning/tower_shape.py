@@ -17,9 +17,9 @@ class TowerShape:
     """Widths and layers of the vision tower, features per tile, and a tile's side in pixels.
 
     num_patches: projector features per tile, each from `shuffled` tower positions; class_tokens: additional positions;
-    num_parameters: the tower's only; trained: the stage trains it. saved, saved_fp32: numbers that a trained layer
-    saves per position for backward, in the weights' precision and in fp32, on average; connector: numbers that the
-    projector saves per feature in addition to the tower's output.
+    num_parameters: the tower's only; trained: the stage trains it. saved, saved_fp32: values that a trained layer saves
+    per position for backward, in the weights' precision and in fp32, on average; connector: values that the projector
+    saves per feature in addition to the tower's output.
     """
 
     hidden: int
@@ -65,7 +65,7 @@ def tower_shape(model: LlavaModel, tower: TowerPlan, args: Arguments) -> TowerSh
 
 
 def _saved_by(layer: nn.Module) -> tuple[int, int]:
-    """Return the numbers that a layer saves per position for backward: in the weights' precision, and in fp32.
+    """Return the number of values that a layer saves per position for backward: in the weights' precision, and in fp32.
 
     LayerNorm: input and output. Norm without means: input in fp32, normalised, and times its weight. Attention: query,
     key, value and output; a fused matrix for the first three also saves query and key before rotation. Output scale:

@@ -57,7 +57,7 @@ def exchange_traffic(text: TextShape, setup: Setup, tokens: float, recomputed: i
     """Return the bytes that a rank sends to ranks that share its samples, in one micro-batch.
 
     tokens: the rank's; recomputed: checkpointed layers; their forward runs twice. Sequence parallelism sends as much in
-    backward as in forward. Tensor parallelism sums a layer's T D numbers twice in forward and five times in backward,
+    backward as in forward. Tensor parallelism sums a layer's T D elements twice in forward and five times in backward,
     once per matrix (module_inject/layers.py). Expert parallelism sends tokens to their experts' ranks and results back,
     in forward and backward, including rows left empty by an uneven load.
     """

@@ -1,5 +1,5 @@
 # T tokens of a pack, M image positions, D language-model width
-"""Numbers of tokens per image that content decides, for plugins."""
+"""Numbers of tokens per image that depend on its content, for plugins."""
 
 from typing import ClassVar
 
@@ -32,9 +32,9 @@ class ContentTokens(SessionPart):
         refuse_unproven("numbers of tokens by content", plan, started)
 
     def choose(self, model: LlavaModel, batch: Batch, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the embeddings (1, T, D), changed or not, and which tokens stay, (T,) bool: others are of images.
+        """Return the embeddings (1, T, D), changed or not, and a mask of the tokens to keep, (T,) bool.
 
-        An image's first token has to stay. Called once in every forward pass, also without images.
+        Only image tokens may be dropped, not an image's first. Called once in every forward pass, also without images.
         """
         raise NotImplementedError
 

@@ -2,8 +2,8 @@
 """Proof that no sample's loss depends on other samples of its pack.
 
 Only one sample counts: other targets weigh nothing, and a HiddenLoss multiplies by 0. Then gradients at the others'
-embeddings and image features have to be exactly zero, and the numbers have to stay when these are changed: a gradient
-does not see a detached mean.
+embeddings and image features have to be exactly zero, and the numbers have to stay equal when these are changed: a
+gradient does not see a detached mean.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,9 +83,9 @@ class Isolation:
     def leak(self, alone: Sequence[Numbers], tolerance: float) -> str | None:
         """Describe a sample's number or gradient that depends on other samples; None without one.
 
-        alone: the numbers of each sample in a pack of its own; tolerance: of these, relative.
+        alone: the numbers of each sample in a pack of its own; tolerance: relative.
         """
-        none, plain = self.run(self._counting(-1))  # what objectives of plugins add without weights
+        none, plain = self.run(self._counting(-1))  # what plugins' objectives compute although no target has a weight
         for index, own in enumerate(alone):
             batch = self._counting(index)
             found, gradients = self.run(batch)
@@ -150,10 +150,10 @@ def watching(model: LlavaModel, batch: Batch) -> Iterator[dict[str, torch.Tensor
     def watch(name: str, size: tuple[int, ...], module: nn.Module, given: tuple, output: object) -> object:
         if not isinstance(output, torch.Tensor) or output.shape[: len(size)] != size:
             return output
-        with torch.enable_grad():  # a frozen tower runs without
+        with torch.enable_grad():  # a frozen tower runs without gradients
             leaf = output if output.requires_grad else output.detach().requires_grad_()
             leaf.register_hook(partial(add, name))
-            return leaf.clone()  # code that changes it in place can
+            return leaf.clone()  # later code may change it in place
 
     tiles, tokens = batch.pixel_values.shape[:1], batch.input_ids.shape
     hooks = [

@@ -1,7 +1,7 @@
 """Proof of plugins before the first step, on a few samples, with gradients that never reach the optimizer.
 
 It finds losses and gradients that depend on packing, parameters that no loss reaches, modules that a save and a load
-change, and logits that the exported model won't give. No number of the run changes.
+change, and logits that the exported model won't reproduce. No number of the run changes.
 """
 
 import itertools
@@ -38,10 +38,10 @@ from llava_ds.train.plan import Plan
 TRIED, SEEN = 3, 256  # samples that are tried, and of each kind those that they are chosen from
 # Largest relative difference by the dtype of the computation; rounding depends on the layout of a pack.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
-FOR_GRADIENTS = 5  # times as much
+FOR_GRADIENTS = 5  # factor on TOLERANCE
 LEAVE_OUT = "or give --check_plugin False to train without this check"
 NONE_READS = "; no sample depends on the others of its pack"
-NO_OTHERS = "a sample's part must not depend on the others (Batch.cu_seqlens has their starts); mend it"
+NO_OTHERS = "a sample's part must not depend on the others (Batch.cu_seqlens has their starts); fix it"
 
 
 def prove(plan: Plan, runner: Runner, objective: Objective, ranks: Ranks, mesh: Mesh) -> list[str]:
@@ -183,7 +183,7 @@ class Trial:
 
     def _again(self) -> Sums:
         """Compute the pack again, with other random numbers."""
-        torch.manual_seed(1)  # no run follows
+        torch.manual_seed(1)  # also seeds what follows, but no run does
         return self._run(self.batches[0])
 
     def difference(self, packed: Sums, alone: Sums) -> tuple[str, float, float] | None:
@@ -225,7 +225,7 @@ class Trial:
             )
 
     def _slot(self, fails: Callable[["Trial"], object]) -> str:
-        """Name the slot without which a test of the trial does not fail."""
+        """Name the slot at fault: without it, the trial passes this test."""
         plain = replace(self, objective=_innermost(self.objective))
         if not fails(plain):
             slot = "objective" if isinstance(self.objective, Wrapped) else "part"
@@ -297,7 +297,7 @@ class Trial:
 
 
 def _check_micro(objective: Objective, micro: object, device: torch.device) -> None:
-    """Raise ConfigError for what is no MicroLoss, and for numbers with the name of a column."""
+    """Raise ConfigError for a value that is not a MicroLoss, and for metrics named like a column."""
     expected = (
         f"a MicroLoss with a scalar loss_sum that has a gradient, by_source (2, {objective.num_sources}), and metrics "
         f"and means of scalar tensors by name, on {device}"
@@ -319,7 +319,7 @@ def _check_micro(objective: Objective, micro: object, device: torch.device) -> N
 
 @contextmanager
 def _blaming(plan: Plan) -> Iterator[None]:
-    """Name the plugins for an error that none of their lines led to: they returned what other code can't use."""
+    """Name the plugins for an error outside of their code: they returned something that other code can't use."""
     try:
         yield
     except (ConfigError, DataError):
@@ -342,7 +342,7 @@ def _innermost(objective: Objective) -> Objective:
 
 
 def _without_plugins(objective: Objective, plain: Objective) -> Objective:
-    """Take away what plugins added. plain: in place of an objective that a plugin replaced."""
+    """Remove what plugins added. plain: the objective, if a plugin replaced it."""
     is_own = isinstance(objective, HiddenLoss) or type(objective).__module__.split(".")[2] in plugins()
     if not isinstance(objective, Wrapped):
         return plain if is_own else objective
@@ -359,7 +359,7 @@ def _with_slot(plan: Plan, *slots: str) -> str:
 
 @contextmanager
 def _plain_begin(model: nn.Module) -> Iterator[None]:
-    """Take away a plugin's begin()."""
+    """Remove a plugin's begin()."""
     own = vars(model).pop("begin", None)
     try:
         yield

@@ -49,7 +49,7 @@ class References(SessionPart):
 
     def __init__(self, plan: Plan, started: Start) -> None:
         super().__init__(plan, started)
-        self._divergence: Divergence | None = None  # of kto
+        self._divergence: Divergence | None = None  # only for kto
         other = plan.own["preference"]
         configs = [plan.model.text_config, *([] if other is None else [other.model.text_config])]
         shares = shares_prompts(plan.args.own["preference"].share_prompts, plan.args, configs)

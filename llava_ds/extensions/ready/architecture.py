@@ -50,7 +50,7 @@ class ReadyArchitecture(ReadyModel):
         if not isinstance(template, str):
             raise ConfigError(
                 f"{where} has no chat template (chat_template.jinja, chat_template.json or in processor_config.json): "
-                "a base model without one can't be trained on conversations, bring the instruction-tuned one"
+                "a base model without one can't be trained on conversations, use the instruction-tuned one"
             )
         tokenizer.chat_template = template
         tokenizer.name_or_path = str(path)

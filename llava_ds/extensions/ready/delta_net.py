@@ -32,7 +32,7 @@ FUNCTIONS = (
     "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update",
 )  # fmt: skip
 
-TOLERANCE = 5e-2  # of the largest logit, in half precision; mixed states differ by far more
+TOLERANCE = 5e-2  # relative to the largest logit, in half precision; mixed states differ by far more
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,8 +206,8 @@ def delta_net_report(config: PreTrainedConfig, device: torch.device, dtype: torc
     if not (difference := difference_of_a_pack(config, device, dtype)) <= TOLERANCE:
         raise ConfigError(
             f"{' and '.join(KERNELS)} do not keep the samples of a pack apart on this device: on a small copy of "
-            f"{config.model_type}, a pack differs from one by one by {difference:.1e} of the largest logit: install "
-            "other versions, or none, and Gated DeltaNet is computed sample by sample"
+            f"{config.model_type}, a pack differs from single samples by {difference:.1e} of the largest logit: "
+            "install other versions, or none, to compute Gated DeltaNet sample by sample"
         )
     return f"Gated DeltaNet: the pack at once, by {' and '.join(KERNELS)}"
 

@@ -1,5 +1,5 @@
 # T tokens of all samples laid end to end, S supervised positions, N tiles, V vocabulary
-"""Trial of a ready model: a small random copy, packed by this program against one by one through transformers.
+"""Trial of a ready model: a small random copy, packed by this program against single samples through transformers.
 
 Never assumes that a ready model's family is computed as in transformers: packs that leak between samples, other
 positions or reordered features still train, to a worse model. The copy has the folder's own kinds of layers and its
@@ -92,7 +92,7 @@ class Difference(NamedTuple):
     def line(self, name: str) -> str:
         """Return a line for the start of a run."""
         return (
-            f"trial of {name}: pixels are its image processor's, and a pack differs from one by one through "
+            f"trial of {name}: pixels are its image processor's, and a pack differs from single samples through "
             f"transformers by {self.logits:.1e} (logits), {self.loss:.1e} (loss), {self.gradient:.1e} (gradients)"
         )
 
@@ -101,7 +101,7 @@ class Difference(NamedTuple):
         if not self.pixels <= LEAST_PIXEL:
             return f"pixels differ from its image processor's by {self.pixels:.2g}"
         if not self.logits <= LOGITS:
-            return f"logits of a pack differ from one by one by {self.logits:.2g} of the largest, allowed {LOGITS:g}"
+            return f"logits of a pack differ from single samples by {self.logits:.2g} of the largest, limit {LOGITS:g}"
         if not self.loss <= LOSS:
             return f"the loss of a pack differs by a fraction of {self.loss:.2g}, allowed {LOSS:g}"
         if not self.gradient <= GRADIENTS:

@@ -1,6 +1,6 @@
 """Write the start of `make ready`: python -m llava_ds.extensions.ready.small_model FOLDER --seed 0
 
-FOLDER/model: a Qwen3-VL of random weights, like a published folder: transformers' class, configuration, chat template
+FOLDER/model: a Qwen3-VL with random weights, like a published folder: transformers' class, configuration, chat template
 and processor's files. Its tokenizer is learned from the generated scenes (llava_ds/tiny), which are written if they are
 missing. An image becomes 96 x 96 pixels and 9 features, one for each place of a scene. FOLDER/sft.yaml: a mixture of
 captions of the scenes and conversations about them. FOLDER/questions: counting questions to train, and held-out ones.

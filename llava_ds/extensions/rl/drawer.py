@@ -1,5 +1,5 @@
 # G answers to a prompt
-"""Prompts and answers, and the interface of extensions that draw answers in their own way."""
+"""Prompts and answers, and the interface of extensions that sample answers in their own way."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -8,7 +8,7 @@ import torch
 from llava_ds.model.heads import LogProbs
 from llava_ds.model.output_loss import FLOAT16_SCALE, LogitGradients, chunk_rows
 
-# Bound of p |log p + H|, the largest gradient of an entropy H by a logit: p (1 - p) log V plus a term below 1.
+# Bound of p |log p + H|, the largest gradient of an entropy H w.r.t. a logit: p (1 - p) log V plus a term below 1.
 STEEPEST = 8.0
 
 

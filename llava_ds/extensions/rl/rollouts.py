@@ -50,7 +50,7 @@ from llava_ds.train.objectives.prompt_sharing import shares_prompts
 from llava_ds.train.plan import Plan
 from llava_ds.train.start import Start
 
-NAMED_BY = 100  # records, spread over the data, that name the columns: None where another record lacks one
+NAMED_BY = 100  # records, spread over the data, whose keys name the columns; None where another record lacks one
 WATCHED_STEPS = 3  # after a start; the run warns if none of their groups had answers with different rewards
 
 
@@ -175,7 +175,7 @@ class Rollouts(SessionPart):
         return RolloutPrompt(index, str(row["id"]), prompt, text, reference, self._columns_of(row))
 
     def _groups(self, step: int, prompts: list[RolloutPrompt]) -> tuple[list[Group], dict[str, torch.Tensor]]:
-        """Generate answers to each prompt, and reward them. Collective. Returns also the number of replaced prompts.
+        """Generate answers to each prompt, and reward them. Collective. Also returns the number of replaced prompts.
 
         With --dynamic_sample, a group without a signal is replaced by answers to another prompt. The choice depends on
         --seed, the step and the prompt alone.
@@ -214,7 +214,7 @@ class Rollouts(SessionPart):
     def _draw(
         self, turn: tuple[int, int], slots: list[RolloutPrompt], prompts: list[RolloutPrompt]
     ) -> tuple[list[RolloutPrompt], list[list[Answer]]]:
-        """Generate the answers to each prompt, a few prompts at a time. Returns also the prompts as they were asked."""
+        """Generate the answers to each prompt, a few prompts at a time. Also returns the prompts as asked."""
         step, attempt = turn
         seeds = [(self.plan.args.training.seed, step, slot.index, attempt) for slot in slots]
         if self._server is not None:
@@ -241,7 +241,7 @@ class Rollouts(SessionPart):
         ]
 
     def _judged(self, asked: RolloutPrompt, answer: Answer) -> Completion:
-        """Describe a drawn answer."""
+        """Describe a sampled answer."""
         sample = whole_sample(asked.sample, answer)
         tokens = len(sample.input_ids) - len(asked.sample.input_ids)
         found = replace(self._completion(asked, self._text_of(answer), tokens), sample=sample)

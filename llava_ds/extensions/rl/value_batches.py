@@ -22,7 +22,7 @@ def value_batches(
 ) -> tuple[list[Batch], dict[str, torch.Tensor]]:
     """Add advantages and returns to this rank's micro-batches, from the critic's values (S,) of each. Collective.
 
-    Returns also the step's metrics, as sums over prompts, by TRL's names.
+    Also returns the step's metrics, as sums over prompts, by TRL's names.
     """
     rules = flags.kl_ctl, flags.gamma, flags.lam
     found = [with_advantages(batch, own, *rules) for batch, own in zip(batches, values)]

@@ -42,8 +42,8 @@ from llava_ds.runtime.ranks import Ranks, barrier, gather, on_every_rank, print_
 from llava_ds.runtime.waiting import note_progress
 
 OPEN_SHARDS = 256  # per process: each takes some 20 kB of its memory
-POLL_S, LONGEST_POLL_S = 0.1, 2.0  # between looks at the cache, perhaps on a network disk
-PATIENCE_S = 5.0  # of waiting, before a line reports it
+POLL_S, LONGEST_POLL_S = 0.1, 2.0  # between checks of the cache, which may be on a network disk
+PATIENCE_S = 5.0  # of waiting before a line reports it
 
 
 class StreamedDataset(EncodedDataset):

@@ -21,7 +21,7 @@ _FLEX_STEP = 1e-5  # precision of the scale
 class FlexTiling:
     """Cells of SigLIP 2 NaFlex: the image in its own shape, with as many cells as allowed, one feature each.
 
-    side: of a cell in pixels; merge: patches along a side; most: cells per image, at most. Source: transformers'
+    side: of a cell in pixels; merge: patches along a side; most: maximum cells per image. Source: transformers'
     Siglip2ImageProcessor, whose cells are single patches.
     """
 

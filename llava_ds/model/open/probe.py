@@ -21,7 +21,7 @@ from llava_ds.model.open.loading import persistent_buffers
 LENGTHS = (3, 11, 7)  # tokens per sample
 WINDOW, CAP = 4, 2.0  # the copy's sliding windows and soft caps, small enough to take effect
 DECAY = ".A_log"  # parameter that makes a state fade, by exp(-exp(A_log)) or more per token
-BOUND = 2.0  # bound of a tower's numbers, if bounded: small enough to take effect
+BOUND = 2.0  # bound of a tower's values, if bounded: small enough to take effect
 WIDTH, VOCABULARY = 64, 48  # the copy's MLP width and number of tokens
 NO_INTERFACE = "its attention or its positions don't follow transformers' interface"
 MAX_COPY_BYTES = 2**30  # limit of the copy's size; published models' copies take some megabytes

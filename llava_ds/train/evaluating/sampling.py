@@ -42,7 +42,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class DrawRules:
-    """Rules of sampling. ends: ids that end an answer; max_length: limit of prompt and answer together, in tokens;
+    """Rules for sampling. ends: ids that end an answer; max_length: limit of prompt and answer together, in tokens;
     at_once: prompts computed together, None for all. The others are transformers' generation options; top_k 0 and top_p
     1 allow all tokens."""
 
@@ -58,7 +58,7 @@ class DrawRules:
 
     @classmethod
     def of(cls, plan: "Plan", flags: "ExtensionFlags", **more: object) -> "DrawRules":
-        """Read the flags of an extension that draws answers for training. more: the other rules."""
+        """Read the flags of an extension that samples answers for training. more: the other rules."""
         return cls(
             max_new_tokens=flags.max_completion_length,
             max_length=plan.args.data.model_max_length,

@@ -284,7 +284,7 @@ def test_a_broken_environment_is_refused_with_record_and_turn(toy, tmp_path, kin
         ),
         (
             "class E:\n def reset(self, record, seed): 0\n def step(self, answer): return None, None, True",
-            "turn 1: no reward came, and --environment alone judges: return one, or name --reward_funcs",
+            "turn 1: no reward came, and only --environment gives any: return one, or name --reward_funcs",
         ),
     ],
 )

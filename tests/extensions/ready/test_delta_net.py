@@ -65,7 +65,7 @@ def test_a_pack_is_its_samples_with_kernels_and_without(config, monkeypatch):
 @pytest.mark.parametrize("ignored", ["cu_seqlens", "seq_idx"])
 def test_kernels_that_mix_samples_are_refused_with_the_figure(config, monkeypatch, ignored):
     Kernels(monkeypatch, ignored)
-    with pytest.raises(ConfigError, match=r"differs from one by one by \d\.\de[-+]0[01] of the largest logit"):
+    with pytest.raises(ConfigError, match=r"differs from single samples by \d\.\de[-+]0[01] of the largest logit"):
         delta_net.delta_net_report(config, CPU, torch.float32)
 
 

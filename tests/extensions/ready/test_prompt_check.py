@@ -362,7 +362,7 @@ def test_an_answer_that_is_not_learned_is_not_asked_for(inspected, reasoning):
 @pytest.mark.parametrize(
     ("source", "records", "advice"),
     [
-        (OPEN_THOUGHT_TEMPLATE, PLAIN, ": bring answers with thoughts (reasoning_content in a turn), or put"),
+        (OPEN_THOUGHT_TEMPLATE, PLAIN, ": use answers with thoughts (reasoning_content in a turn), or put"),
         (EMPTY_THOUGHT_TEMPLATE, PLAIN, "or put another chat template into the model's folder (chat_template.jinja)"),
     ],
     ids=["open", "empty"],

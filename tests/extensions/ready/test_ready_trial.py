@@ -75,7 +75,7 @@ def test_a_leaking_copy_is_refused_with_the_figure(planned, monkeypatch, tmp_pat
 
     monkeypatch.setattr(attention, "attend", leaking)
     monkeypatch.setattr("llava_ds.model.last_layer.attend", leaking)
-    with pytest.raises(ConfigError, match=r"be trained here: logits of a pack differ from one by one by (1 |[01]\.\d)"):
+    with pytest.raises(ConfigError, match=r"here: logits of a pack differ from single samples by (1 |[01]\.\d)"):
         ready_trial.check_ready(plan, images, str(tmp_path))
     assert not list(tmp_path.rglob("*.json"))  # a refusal is not remembered
 
@@ -104,7 +104,7 @@ def test_positions_of_one_axis_are_refused(planned, monkeypatch, tmp_path):
         return torch.arange(len(input_ids)).expand(3, -1)
 
     monkeypatch.setattr(native_resolution, "axis_positions", along_the_text)
-    with pytest.raises(ConfigError, match=r"logits of a pack differ from one by one by (1 |[01]\.\d)"):
+    with pytest.raises(ConfigError, match=r"logits of a pack differ from single samples by (1 |[01]\.\d)"):
         ready_trial.check_ready(plan, images, str(tmp_path))
 
 
@@ -128,7 +128,7 @@ def test_states_that_reach_the_next_sample_are_refused(planned, monkeypatch, tmp
     """As of a trainer that tells attention alone where samples begin."""
     plan, images, _folder = planned
     monkeypatch.setattr(delta_net, "one_by_one", lambda forward, hidden_states, lengths: forward(hidden_states))
-    with pytest.raises(ConfigError, match=r"be trained here: logits of a pack differ from one by one by (1 |[01]\.\d)"):
+    with pytest.raises(ConfigError, match=r"here: logits of a pack differ from single samples by (1 |[01]\.\d)"):
         ready_trial.check_ready(plan, images, str(tmp_path))
 
 
@@ -137,7 +137,7 @@ def test_images_that_see_what_is_before_them_alone_are_refused(planned, tmp_path
     """As where a family's rule for image tokens is not known: causal as the text's."""
     plan, images, _folder = planned
     causal = dataclasses.replace(images, has_image_blocks=False)
-    with pytest.raises(ConfigError, match=r"logits of a pack differ from one by one by (1 |[01]\.\d)"):
+    with pytest.raises(ConfigError, match=r"logits of a pack differ from single samples by (1 |[01]\.\d)"):
         ready_trial.check_ready(plan, causal, str(tmp_path))
 
 

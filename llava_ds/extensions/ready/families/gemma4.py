@@ -82,7 +82,7 @@ def _videos(
     if tokenizer.convert_tokens_to_ids(token) != config.video_token_id:
         raise ValueError(f"config.json says video_token_id {config.video_token_id}, but that id is not {token}")
     if tokenizer.tokenize(token) != [token]:
-        raise ValueError(f"its tokenizer cuts {token}: add it to the special tokens of its files")
+        raise ValueError(f"its tokenizer splits {token}: add it to the special tokens of its files")
     expect_frames(settings, images, patch_size=vision.patch_size, pooling_kernel_size=vision.pooling_kernel_size)
     most = setting(settings, "max_soft_tokens", FRAME_TOKENS)
     if not 1 <= most <= vision.position_embedding_size // tiling.merge:

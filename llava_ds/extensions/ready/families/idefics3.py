@@ -38,7 +38,7 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
     longest = side_of(images, "size", "longest_edge")
     patches = side // vision.patch_size  # SmolVLM's tower drops incomplete patches
     if patches == 0 or patches % scale or side > vision.image_size:
-        raise ValueError(f"tiles of {side} pixels don't fit {scale} x {scale} patches of {vision.patch_size} a feature")
+        raise ValueError(f"tiles of {side} pixels don't fit {scale} x {scale} patches of {vision.patch_size}")
     features = (patches // scale) ** 2
     if (said := processor.get("image_seq_len", features)) != features:
         raise ValueError(f"its processor_config.json says image_seq_len {said}, but a tile has {features} features")
