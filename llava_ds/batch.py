@@ -105,9 +105,9 @@ class Batch:
     shared, None if all tokens of the samples are in the pack. With it, cu_seqlens, max_seqlen and lengths count own
     tokens, and target_positions (n,) has each position once, though targets of several samples may be predicted there.
 
-    tower: further arguments of a tower that takes whole images in any shape (tiles are then cells of an image); trunk:
-    further arguments of the language model's layers, such as image_blocks; extra: values added by objectives and axes,
-    by name. Tensors in them move with the batch, other values stay unchanged.
+    tower: additional arguments of a tower that takes whole images in any shape (tiles are then cells of an image);
+    trunk: additional arguments of the language model's layers, such as image_blocks; extra: values added by objectives
+    and axes, by name. Tensors in them move with the batch, other values stay unchanged.
     """
 
     input_ids: torch.Tensor
@@ -145,7 +145,7 @@ class Batch:
         return self._each(lambda tensor: tensor.pin_memory())
 
     def with_extra(self, **values: object) -> "Batch":
-        """Copy the batch with further values in `extra`."""
+        """Copy the batch with more values in `extra`."""
         return dataclasses.replace(self, extra={**self.extra, **values})
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":

@@ -14,8 +14,8 @@ class Cut:
     """Steps from an image to its tiles.
 
     steps: sizes to which it is resized in sequence; grid: tiles across and down of the last size, row by row;
-    overview_from: index of the image that is resized to one further, last tile (0: the original, 1: after the first
-    step), or None.
+    overview_from: index of the image that is resized to one more, last tile (0: the original, 1: after the first step),
+    or None.
     """
 
     steps: tuple[Size, ...]

@@ -86,7 +86,7 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
     if (args.best_of is None) != (args.reward_model_name_or_path is None):
         raise ConfigError("--best_of N and --reward_model_name_or_path FOLDER go together: give both or none")
     if args.best_of is not None and args.task == "preference":
-        raise ConfigError("--best_of draws answers, and --task preference compares given ones: leave one out")
+        raise ConfigError("--best_of samples answers, and --task preference compares given ones: leave one out")
     if args.data_path is None and args.task != "llava":
         raise ConfigError(f"--data_path is missing: name {args.task}'s questions")
     for name in ("image_folder", "annotations"):
@@ -226,7 +226,7 @@ def read(args: argparse.Namespace, ranks: Ranks) -> tuple[Given, list[Question]]
 
 
 def open_model(args: argparse.Namespace, options: EngineOptions, ranks: Ranks) -> LoadedModel | Answering:
-    """Return the model that answers, or the object that compares or draws answers instead."""
+    """Return the model that answers, or the object that compares or samples answers instead."""
     if args.task != "preference" and args.best_of is None:
         loaded = load_for_inference(args.model_path, options, ranks)
         print_first(*loaded.notes)

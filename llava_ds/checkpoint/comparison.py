@@ -20,7 +20,7 @@ ORDERED_BY_LAYOUT = {
 
 
 class Comparison:
-    """Compare the identity of a run with a checkpoint's, read from JSON."""
+    """Compare the identity of a run with that in a checkpoint, read from JSON."""
 
     def __init__(self, run: RunIdentity, saved: dict) -> None:
         self._run, self._saved = run, saved
@@ -142,7 +142,7 @@ def data_ranks(identity: dict) -> int:
 def _optimizer_of(identity: dict) -> dict | None:
     """Return an identity's optimizer block; None for AdamW with the flags' numbers.
 
-    None covers both DeepSpeed's AdamW for states in CPU memory and torch's.
+    None covers both torch's AdamW and DeepSpeed's for states in CPU memory.
     """
     block, flags = identity.get("deepspeed", {}).get("optimizer"), identity["flags"]
     if block is None or optimizer_name(block) not in ("Adam", "AdamW"):

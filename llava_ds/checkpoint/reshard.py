@@ -130,7 +130,7 @@ def _refuse(live: Layout, saved: Layout) -> None:
 
 
 def _check_trained(engine, held: set[str]) -> None:
-    """Raise ConfigError if the trained parameters differ from the checkpoint's."""
+    """Raise ConfigError if the checkpoint has other trained parameters."""
     placement = placement_of(engine)
     shares = placement.held(engine.module).items()
     trained = {share.name for p, share in shares if p.requires_grad and math.prod(share.shape)}
@@ -217,7 +217,7 @@ def _is_per_element(key: str, value: object, master: torch.Tensor) -> bool:
 
 
 def _moment_dtype(optimizer: torch.optim.Optimizer, value: torch.Tensor, master: torch.Tensor) -> torch.dtype:
-    """Return the precision that the optimizer would choose: its weights', or the setting of DeepSpeed's CPU
+    """Return the precision that the optimizer would choose: that of its weights, or the setting of DeepSpeed's CPU
     optimizers."""
     if not value.is_floating_point():
         return value.dtype
@@ -240,7 +240,7 @@ def _scalar(key: str, value: object, optimizer: torch.optim.Optimizer, device: t
 
 
 def _update_weights(engine, live: Layout) -> None:
-    """Set the model's weights from the optimizer's."""
+    """Copy the optimizer's weights to the model."""
     optimizer = engine.optimizer
     with torch.no_grad():
         if live.kind == ZERO_3:

@@ -30,8 +30,8 @@ RUN_FILES = (
 class ResumePoint:
     """A checkpoint to resume from; path is None for a fresh start.
 
-    world_size: number of ranks that wrote it; changed: True if settings that affect the result may differ from its
-    run's.
+    world_size: number of ranks that wrote it; changed: True if the new run may have other settings that affect the
+    result.
     """
 
     path: Path | None = None
@@ -83,7 +83,7 @@ def find_resume_point(
     """Find the checkpoint for --resume, and lines to print. Raises ConfigError for an unfit one. Collective.
 
     Rank 0 compares settings before any file is hashed; then every rank hashes its share. allowed:
-    --allow_changed_flags; about_data: returns a clause on how the data differ from a run folder's.
+    --allow_changed_flags; about_data: returns a clause on how the data differ from those of a run folder.
     """
     may_change = set()
     if allowed is not None:
@@ -210,7 +210,7 @@ def _compare(
 def set_aside(output_dir: Path, point: ResumePoint, ranks: Ranks) -> None:
     """Move checkpoints later than `point`, and at a fresh start all logs, to a separate folder.
 
-    They are another run's, or damaged: a later resume or clean-up would take them for this run's.
+    They belong to another run or are damaged. A later resume or clean-up would mistake them for this run's files.
     """
     if ranks.is_first:
         ahead = [path for path in commit.checkpoints(output_dir) if commit.step_of(path) > point.step]

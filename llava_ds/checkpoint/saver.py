@@ -191,7 +191,7 @@ class Saver:
         return False
 
     def _reduced(self) -> bool:
-        """Return the result of the last reduction; False without one."""
+        """Return the result of the last reduction; False if there was none."""
         if self._reduction is None:
             return False
         work, flag = self._reduction

@@ -51,13 +51,13 @@ class Flag:
     which might be mistaken for a name on the hub; pattern: a file or folder, or a pattern like shard-*.tar; output: a
     folder that can be created; unchecked: checked later. remote: the path may also be the URL of an object in a store.
     only_to_train: the path is checked only for training, not for scripts that merely read the flags. resume: the values
-    allowed in a resumed run. compared: the checkpoint's, unless --allow_changed_flags names the flag; free: any,
-    because the model stays the same (for a path, the contents are compared); rewind: any, unless the run may rewind to
-    a checkpoint and so make the flag affect steps; layout: any, if the loss does not depend on the layout; placement:
-    any, because the layout stays the same. per_machine: each machine may have another value. Paths may always differ.
-    shares_samples: the value is a number of ranks with the same samples. of_micro_batch: the loss depends on the layout
-    if the value is not the default. goes_with: for an extension's flag: which of the values that the extension adds to
-    a flag of the core use it.
+    allowed in a resumed run. compared: only the checkpoint's value, unless --allow_changed_flags names the flag; free:
+    any, because the model stays the same (for a path, the contents are compared); rewind: any, unless the run may
+    rewind to a checkpoint and so make the flag affect steps; layout: any, if the loss does not depend on the layout;
+    placement: any, because the layout stays the same. per_machine: each machine may have another value. Paths may
+    always differ. shares_samples: the value is a number of ranks with the same samples. of_micro_batch: the loss
+    depends on the layout if the value is not the default. goes_with: for an extension's flag: which of the values that
+    the extension adds to a flag of the core use it.
     """
 
     group: str
@@ -74,7 +74,7 @@ class Flag:
 def flags_of(group: str, **about: object) -> tuple[Callable[..., object], Callable[..., object]]:
     """Build two functions that declare fields as flags of a group; a resumed run may freely change the second's flags.
 
-    about: further fields of Flag for all these flags.
+    about: other fields of Flag for all these flags.
     """
     return partial(_declare, group=group, **about), partial(_declare, group=group, resume="free", **about)
 
@@ -82,7 +82,7 @@ def flags_of(group: str, **about: object) -> tuple[Callable[..., object], Callab
 def _declare(
     default: object, help: str, *, aliases: tuple[str, ...] = (), argparse: dict | None = None, **about: object
 ) -> object:
-    """Declare a field as a flag. about: the fields of Flag; argparse: further options of add_argument."""
+    """Declare a field as a flag. about: the fields of Flag; argparse: more options of add_argument."""
     metadata = {**(argparse or {}), "flag": Flag(**about)}
     return HfArg(default=default, help=help, aliases=list(aliases), metadata=metadata)
 

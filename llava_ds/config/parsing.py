@@ -237,7 +237,7 @@ def _parsed(
 
 
 def _load_plugins(argv: list[str], recipe: object = None) -> None:
-    """Load the files of --plugin, by default the recipe's, and no others."""
+    """Load the files of --plugin (by default, those of the recipe), and no others."""
     if recipe is not None or "plugin" in _written(argv) or plugins():
         from llava_ds.config.plugins import load_named
 
@@ -328,7 +328,7 @@ def _trackers(value: str | list[str] | None) -> tuple[str | None, list[str]]:
 def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
     """Select the tiny model's recipe for the stage of a command line; empty if the user names a model or a recipe.
 
-    Eval samples are not split off the user's own data, or when answers are drawn, unless a flag requests it.
+    Eval samples are not split off the user's own data, or when answers are sampled, unless a flag requests it.
     """
     flags = _written(argv)
     if flags & {"model_name_or_path", "recipe"}:

@@ -39,7 +39,7 @@ def returned(function: object, found: object, expected: str) -> ConfigError:
 
 
 def error_of_plugin(error: BaseException, files: Collection[str] = ()) -> str | None:
-    """Describe an error by the innermost line of a plugin that led to it; None without one.
+    """Describe an error by the innermost line of a plugin that led to it, or None.
 
     files: by default those of all loaded plugins. With --verbose, prints the traceback.
     """

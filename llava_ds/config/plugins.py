@@ -41,7 +41,7 @@ UNTRIED = dict.fromkeys(("whole_matrices", "whole_layers", "whole_sample", "one_
 
 
 def load_named(argv: Sequence[str], recipe: object = None) -> None:
-    """Load the files that a command line names, by default the recipe's. Raises ConfigError."""
+    """Load the files that a command line names, by default those of the recipe. Raises ConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--plugin", nargs="+", action="extend", default=[])
     try:

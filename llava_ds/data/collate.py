@@ -24,8 +24,8 @@ class LoadedSample:
     media: per image or video in reading order, its tiles (n, 3, S, S) uint8 (or (n, 3, T * S, S) with T frames per
     tile, or an object that decodes them) and its layout. Samples that share an image hold the same object, so that its
     features are computed once. source: index of the sample's data source; weights (length,) float32: loss weight of
-    each token, None if all are 1; extra: further numbers, own: further tensors, both by their names in Batch.extra;
-    shared: number of leading tokens, with all images, that the closest earlier sample with shared 0 already computes.
+    each token, None if all are 1; extra: more numbers, own: more tensors, both by their names in Batch.extra; shared:
+    number of leading tokens, with all images, that the closest earlier sample with shared 0 already computes.
     """
 
     input_ids: torch.Tensor

@@ -225,7 +225,7 @@ class EncodedDataset(torch.utils.data.Dataset):
 
     # How samples are shuffled, and how many shards are shuffled together.
     drawn: tuple[str, int] = ("random", 1)
-    # Returns a sample's further tensors, by its index and by their names in Batch.extra. May raise DataError.
+    # Returns a sample's additional tensors, by its index and by their names in Batch.extra. May raise DataError.
     added: Callable[[int], dict[str, torch.Tensor]] | None = None
     shares_prompts = False  # True: a pack holds the common prompt of a pair only once
 

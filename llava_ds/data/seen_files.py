@@ -132,7 +132,7 @@ def _changed_in(table: RowTable, options: ImageOptions, refs_of, numbers: np.nda
 def _differ(
     rows: pa.Table, paths: pa.Array, stamps: dict[bytes, tuple[int, ...]], pool: ThreadPoolExecutor
 ) -> np.ndarray:
-    """(entries,) bool: True where a file's stamp differs from its row's. stamps: of files checked before."""
+    """(entries,) bool: True where a file's stamp differs from the one in its row. stamps: of files checked before."""
     coded = paths.dictionary_encode()
     distinct = coded.dictionary.to_pylist()
     if len(stamps) > NUM_REMEMBERED:

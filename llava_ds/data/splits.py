@@ -1,4 +1,4 @@
-"""The samples that a run trains on, evaluates on, and draws for other uses."""
+"""The samples that a run trains on, evaluates on, and takes for other uses."""
 
 from transformers import PreTrainedTokenizerBase
 

@@ -35,7 +35,7 @@ class LargestMicroBatch:
     """The largest remaining micro-batch by tokens, the same on every rank (heaviest).
 
     samples: indices in the data set; accumulates: True if steps have several micro-batches, so that gradients are
-    accumulated; probe: the objective's; most_worked: the micro-batch with the most work, if different.
+    accumulated; probe: the objective's probe; most_worked: the micro-batch with the most work, if different.
     """
 
     batch: Batch

@@ -111,7 +111,7 @@ def hf_container(plan: ModelPlan, image_options: ImageOptions) -> str:
 
 
 def own_vision(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) -> str:
-    """Return why no class of transformers' has such a tower and projector, or ""."""
+    """Return why no class in transformers has such a tower and projector, or ""."""
     if args.mm_projector_type != "mlp2x_gelu":
         is_own = args.mm_projector_type.partition(":")[0] in values_of("mm_projector_type")
         instead = "whoever opens the model needs its plugin's file" if is_own else "give mlp2x_gelu"

@@ -46,9 +46,9 @@ class Restored:
 def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None, average: int = 1) -> Restored:
     """Restore the model of a checkpoint: trained tensors from the checkpoint, frozen ones from their original folders.
 
-    moved: paths of --model_name_or_path and the like that replace run.json's; dtype None: the training's; average:
-    average the weights of this many checkpoints, of which this is the last. The run's initial projector is needed only
-    if the checkpoint has no trained one.
+    moved: paths of --model_name_or_path and the like that replace those in run.json; dtype None: training's dtype;
+    average: average the weights of this many checkpoints, of which this is the last. The run's initial projector is
+    needed only if the checkpoint has no trained one.
     Raises ConfigError or DataError for a damaged checkpoint, and for base models that are missing or different.
     """
     several = _last(checkpoint, average)

@@ -33,8 +33,8 @@ def open_folder(
 ) -> tuple[ExportPlan, list[Entry], list[str]]:
     """Return the model in a folder, its tensors, and lines that describe it.
 
-    given: flags of run/export.py that complete the folder (vision_tower, model_base, version); dtype None: the
-    folder's; form: of the export. Raises ConfigError or DataError for folders without a complete LLaVA model.
+    given: flags of run/export.py that complete the folder (vision_tower, model_base, version); dtype None: keep the
+    folder's dtype; form: of the export. Raises ConfigError or DataError for folders without a complete LLaVA model.
     """
     given = dict(given)
     base = given.get("model_base")

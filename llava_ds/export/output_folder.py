@@ -36,7 +36,7 @@ MODEL_FILES = (
 
 
 def _functions(form: str) -> tuple[Callable[..., list[Entry]], Callable[..., Written]] | None:
-    """Return the functions that list and write the entries of a form; None for an extension's."""
+    """Return the functions that list and write the entries of a form; None for a form of an extension."""
     if form == "hf":
         return hf_entries, write_hf
     if form not in ("llava", "projector"):
@@ -49,7 +49,7 @@ def _functions(form: str) -> tuple[Callable[..., list[Entry]], Callable[..., Wri
 
 
 def folder_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """List the tensors of a folder by their names there: the model's, then the further files'.
+    """List the tensors of a folder by their names there: first the model's, then those in other files.
 
     entries: of the model; the plan's form is "hf", "llava" or "projector".
     """
@@ -59,7 +59,7 @@ def folder_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
 
 
 def write_folder(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
-    """Write a model's entries as a folder of any form; returns checksums of the tensors' bits, {} for an extension's.
+    """Write a model's entries as a folder of any form. Returns checksums of the tensors' bits (extensions: {}).
 
     holes: weight files of the right size have holes, except a projector's and those of write_own_files.
     """

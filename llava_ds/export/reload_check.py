@@ -1,5 +1,5 @@
 # T tokens, V vocabulary, N image tiles, S side of the tower's square
-"""Compare the trained model's logits with a folder's, reloaded with transformers."""
+"""Compare the trained model's logits with those of a folder reloaded with transformers."""
 
 import warnings
 from collections.abc import Callable

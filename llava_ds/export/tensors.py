@@ -38,7 +38,7 @@ class Entry:
 
 
 def live_entries(model: LlavaModel, ranks: Ranks) -> list[Entry]:
-    """List the parameters of the complete model, from all ranks; tied ones once, and without a child model's.
+    """List the parameters of the complete model, from all ranks, without those of a child model; tied ones once.
 
     Reading is collective, in the same order on all ranks, and returns the tensor on rank 0 only. One parameter is
     gathered at a time.
@@ -122,7 +122,7 @@ class Names:
 
     embedding: name of the input embeddings; by_token: parameters with a row per token; aliases: second names of tied
     parameters; in_hf: names in a llava-hf folder; tied_in_hf: True if embedding and output layer are tied there as
-    well; config: the language model's.
+    well; config: the language model's configuration.
     """
 
     embedding: str

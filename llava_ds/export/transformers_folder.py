@@ -171,7 +171,7 @@ def hf_pinpoints(image_options: ImageOptions) -> list[list[int]]:
 def write_processor(export: ExportPlan, kind: str, tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> str:
     """Write processor_config.json, preprocessor_config.json and the chat template; returns the template.
 
-    kind: a model_type of transformers'; tokenizer: the exported model's.
+    kind: a model_type in transformers; tokenizer: of the exported model.
     """
     plan, args = export.model, export.args
     template = export.template

@@ -75,7 +75,7 @@ class Architecture(Protocol):
         """Write the folder, like transformers_folder.write_hf."""
 
     def write_changed_settings(self, export: "ExportPlan", output_dir: Path) -> None:
-        """Write the processor's files for an adapter, if the run's settings differ from its base's."""
+        """Write the processor's files for an adapter, if the run's settings differ from those of its base."""
 
     def saved_modules(self, names: Sequence[str]) -> list[str]:
         """Return the fewest modules of transformers' class that contain these tower and connector tensors."""
@@ -144,7 +144,7 @@ class TextPart:
         """Change a model that transformers' class built, before it has weights."""
 
     def used_per_token(self, language_model: "nn.Module", config: "PreTrainedConfig", dense: int) -> float:
-        """Return the number of matrix weights used per token. dense: weights in linear layers except the output's."""
+        """Return the number of matrix weights used per token. dense: those in linear layers except the output layer."""
         return dense
 
     def in_transformers(self, config: "PreTrainedConfig") -> "tuple[PreTrainedConfig | None, str]":
@@ -156,9 +156,9 @@ class TextPart:
         return name
 
     def differs(self, config: "PreTrainedConfig", dtype: "torch.dtype") -> str:
-        """Return why transformers' logits may differ from training's; "" if they are the same."""
+        """Return why transformers may give other logits than training; "" if they are the same."""
         return ""
 
     def llava_class(self, model_type: str, architecture: str, config: "PreTrainedConfig") -> tuple[str, str]:
-        """Return model_type and architecture for config.json in LLaVA's format; the arguments are the plain model's."""
+        """Return model_type and architecture for config.json in LLaVA's format, given the plain model's."""
         return model_type, architecture

@@ -95,7 +95,7 @@ class ObjectiveTraits(NamedTuple):
     other_columns: judges answers by the records' other columns; scores: the model has a value head and generates no
     text; second_model: a model of the same size trains as the model's child; metrics: names of eval metrics in addition
     to the loss; learning_rate: the usual rate, if the flag's default is too high; needs: keys of PROPERTIES, each with
-    the reason; fields: further keys of records, in Batch.extra["<objective>.<key>"].
+    the reason; fields: additional keys of records, in Batch.extra["<objective>.<key>"].
     """
 
     one_answer: bool = False
@@ -115,7 +115,7 @@ class Drawing(NamedTuple):
     """Answers that each rank samples in a step before training: to `prompts` prompts, at_once of them together.
 
     new_tokens: maximum per answer; max_length: maximum of prompt and answer together; shares: the training pass
-    computes a prompt once for its answers; frozen_models: number of further models, whole on every rank; updates:
+    computes a prompt once for its answers; frozen_models: number of other models, whole on every rank; updates:
     training passes; by_server: another process samples.
     """
 
@@ -222,7 +222,7 @@ class ExtensionFlags:
 
     @property
     def frozen_folder(self) -> str | None:
-        """Folder of a frozen model that stays in memory while another one trains; None without one."""
+        """Folder of a frozen model that stays in memory while another one trains, or None."""
         return None
 
     def features(self) -> Iterator[tuple[str, Mapping[str, str], tuple[str, ...]]]:
@@ -267,7 +267,7 @@ class ExtensionFlags:
         return None
 
     def drawing(self, args: "Arguments") -> Drawing | None:
-        """Return a step's drawing; None without drawing."""
+        """Return what a step samples, or None."""
         return None
 
     def problems(self, args: "Arguments") -> Iterator[str]:
@@ -384,7 +384,7 @@ class Measure:
         """Measure, after the eval loss."""
 
     def scores(self, precision: "torch.autocast") -> dict[str, float]:
-        """Return further numbers for the evaluation, by name. precision: the engine's own. Collective."""
+        """Return additional numbers for the evaluation, by name. precision: the engine's own. Collective."""
         return {}
 
     def why_over(self) -> str | None:
@@ -602,7 +602,7 @@ class Extension:
     module: Callable[["PreTrainedConfig", "TowerPlan", "ModelArguments"], "nn.Module"] | None = None
     beside: Callable[["ModelArguments", "Path"], None] | None = None  # writes files beside an exported module
     adapter: Adapter | None = None  # exports an adapter instead of a complete model
-    fields: "RecordFields | None" = None  # further keys of records, for a plugin
+    fields: "RecordFields | None" = None  # additional keys of records, for a plugin
     state: StatePart | None = None  # tensors that a checkpoint stores additionally
     objective: Callable[["Plan", "Mesh", "Objective"], "Objective"] | None = None  # replaces or wraps an objective
     part: type[SessionPart] | None = None  # lives as long as the session

@@ -21,7 +21,7 @@ class RowLog:
     """
 
     def __init__(self, path: Path, first: Iterable[dict]) -> None:
-        """first: initial rows that replace the file's; if empty, no file is created."""
+        """first: initial rows that replace those in the file; if empty, no file is created."""
         self.path, self.waiting, first = path, [], list(first)
         if first or path.exists():
             replace_rows(path, first)

@@ -34,10 +34,10 @@ def attribute_of_file(flag: str, name: str, kind: str) -> Callable:
 def function_of_file(flag: str, name: str, may_skip: bool = False) -> Callable[..., list[float]]:
     """Load path.py:function: a function from prompts, completions, references and ids to a list of numbers.
 
-    Runs the file. The returned function takes these four lists, and optionally columns, further lists by name; it
-    passes the user's function the lists that its parameters name, or all with **. may_skip: it may return None for a
+    Runs the file. The returned function takes these four lists, and optionally columns, more lists by name; it passes
+    the user's function the lists that its parameters name, or all with **. may_skip: it may return None for a
     completion (becomes nan). Raises ConfigError if the function is missing; the returned function raises DataError if
-    the user's has parameters without a list, or does not return such a list.
+    the user's function has parameters without a list, or does not return such a list.
     """
     function = attribute_of_file(flag, name, "function")
 

@@ -67,8 +67,8 @@ class LlavaModel(nn.Module):
         return self.end(hidden, batch, head, wanted)
 
     def begin(self, batch: Batch) -> tuple[torch.Tensor, dict[str, object]]:
-        """Return the inputs of the language model's layers: embeddings (1, T, D), and further arguments that add to or
-        replace the batch's. With "places" (T,), the index of each token's embedding, there are fewer than T."""
+        """Return the inputs of the language model's layers: embeddings (1, T, D), and more arguments that extend or
+        replace those of the batch. With "places" (T,), the index of each token's embedding, there are fewer than T."""
         options = self.layer_options(batch)
         embeds, deeper = self.embed_deep(batch)
         if deeper:

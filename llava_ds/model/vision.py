@@ -31,7 +31,7 @@ class TowerPlan:
 
     config: with all layers; scales: S2's sides in pixels, ascending, () without S2; stride: side, in patches, of the
     square that becomes one projected feature; cells: tiling of images of any shape, None for squares; second: a tower
-    that sees the same images, its features concatenated to this one's.
+    that sees the same images, its features are appended.
     """
 
     config: PreTrainedConfig

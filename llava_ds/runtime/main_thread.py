@@ -119,7 +119,7 @@ def say(text: str) -> None:
 def dump_stacks(path: Path, heading: str, name: str) -> None:
     """Write all threads' stacks to a file under a heading; to stderr if the file can't be written.
 
-    name: this rank's, for the message.
+    name: of this rank, for the message.
     """
 
     def write() -> None:

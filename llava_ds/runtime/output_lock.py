@@ -292,7 +292,7 @@ class OutputLock:
         return self._path.with_name(f"{NAME}.{self._holder.token}")
 
     def _is_mine(self) -> bool:
-        """Return True if the file exists and is this run's. If it is another run's, exit: both would write.
+        """Return True if the file exists and belongs to this run. If it belongs to another, exit: both would write.
 
         A run that is suspended for longer than SILENT_S (a suspended machine, a network disk that hangs) loses the lock
         to a start on another machine, so it has to check before it writes.

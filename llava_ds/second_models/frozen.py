@@ -59,7 +59,7 @@ def plan_alone(flag: str, path: str, max_length: int, value_head: bool = False, 
     """Plan a model that has its own batches, from its folder; builds nothing.
 
     flag: the flag that names the folder, for messages; max_length: of samples in tokens; value_head: True if it needs
-    one; given: further model flags. Raises ConfigError and DataError for an unusable folder.
+    one; given: more model flags. Raises ConfigError and DataError for an unusable folder.
     """
     if value_head and value_head_file(path) is None:
         learned = [name for name, traits in every_objective().items() if traits.scores]
@@ -95,7 +95,7 @@ def plan_frozen(
 ) -> FrozenPlan:
     """Plan a model that reads another model's batches, from its folder; builds nothing.
 
-    model, images, max_length: the other model's; same_tokens: it may know no further tokens; the rest as for
+    model, images, max_length: the other model's; same_tokens: it may not know additional tokens; the rest as for
     plan_alone. Raises ConfigError and DataError if it has no value head, another vocabulary or other image options.
     """
     plan = plan_alone(flag, path, max_length, value_head)

@@ -43,7 +43,7 @@ class Thing:
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """Things in reading order, and further inputs of the drawing."""
+    """Things in reading order, and other inputs of the drawing."""
 
     things: tuple
     ground: str

@@ -46,7 +46,7 @@ def gemm_peak(device: torch.device, dtype: torch.dtype, time_s: float = GEMM_TIM
     """
 
     def drawn(side: int) -> torch.Tensor:
-        """Draw from a separate generator, so that training's is unchanged."""
+        """Draw from a separate generator, so that training's generator is unchanged."""
         return torch.randn(side, side, device=device, generator=torch.Generator(device)).to(dtype)
 
     if device.type == "cuda":

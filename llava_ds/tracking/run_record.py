@@ -127,7 +127,7 @@ class RunRecord(TypedDict):
 
 
 def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
-    """Return run.json's flags, and its content. Raises DataError if it is missing, damaged, or another version's."""
+    """Return run.json's flags, and its content. Raises DataError if it is missing, damaged, or from another version."""
     path = run_folder(output_dir) / "run.json"
     try:
         record = read_json(path, RunRecord)

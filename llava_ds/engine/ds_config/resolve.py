@@ -145,10 +145,10 @@ def resolve_ds_config(
 ) -> ResolvedConfig:
     """Fill every "auto" of a DeepSpeed JSON by the formulas of Hugging Face's integration.
 
-    raw: the JSON as read; hidden_size: the language model's width; device_type: "cpu" or the accelerator's; num_steps:
+    raw: the JSON as read; hidden_size: the language model's width; device_type: "cpu", "cuda" or the like; num_steps:
     optimizer steps of the run, None before the data is read (values that depend on it then stay open); is_local: True
-    if this machine will train, so it needs the packages and compilers. The returned flags take values of the JSON that
-    no flag contradicts. Raises ConfigError that lists every conflict. Source: transformers, integrations/deepspeed.py.
+    if this machine trains, so it needs packages and compilers. The returned flags take values of the JSON that no flag
+    contradicts. Raises ConfigError that lists every conflict. Source: transformers, integrations/deepspeed.py.
     """
     draft = _draft(raw, args, dp, hidden_size, device_type, is_local=is_local)
     _resolve_precision_and_axes(draft)

@@ -142,8 +142,8 @@ class _Rectangle(NamedTuple):
 class Layout:
     """One rank's pieces.
 
-    kind: one of the constants above; optimizer: its class; dtype, master_dtype: of the model's and the optimizer's
-    weights; slots: the pieces in each tensor that the optimizer updates, in the order of its states; fused: torch's
+    kind: one of the constants above; optimizer: its class; dtype, master_dtype: of the weights in the model and in the
+    optimizer; slots: the pieces in each tensor that the optimizer updates, in the order of its states; fused: torch's
     single-kernel version, keeping states on another device; tp, pp, ep: numbers of ranks that shared the model (see
     Placement).
     """

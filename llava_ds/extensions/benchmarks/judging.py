@@ -1,4 +1,4 @@
-"""Answer with a judge: choose the better of two given answers, or the best of several drawn ones."""
+"""Answer with a judge: choose the better of two given answers, or the best of several sampled ones."""
 
 import math
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ class Preferring:
 
 
 class BestOfN:
-    """Answers each question with the best-scored of n drawn answers."""
+    """Answers each question with the best-scored of n sampled answers."""
 
     def __init__(
         self, path: str, judge: Judge, rules: tuple[int, int, int], options: EngineOptions, ranks: Ranks
@@ -118,7 +118,7 @@ class BestOfN:
 def _plan(flag: str, path: str, options: EngineOptions, must_score: bool) -> FrozenPlan:
     """Raise ConfigError for folders and options that this inference doesn't support."""
     if options.engine != "hf":
-        raise ConfigError(f"--engine {options.engine} can't judge or draw answers: leave it out")
+        raise ConfigError(f"--engine {options.engine} can't judge or sample answers: leave it out")
     if given := [f"--{name}" for name in CHECKPOINT_FLAGS if name in options.moved]:
         raise ConfigError(f"{', '.join(given)} needs a checkpoint: give the folder that run/export.py makes from it")
     if not any(is_there(Path(path) / name) for name in ("config.json", ADAPTER_CONFIG)):

@@ -42,13 +42,13 @@ class Best(Measure):
     rows: list[dict]
 
     def checkpoint(self) -> BestCheckpoint | None:
-        """Return the existing checkpoint with the best evaluation; None without one."""
+        """Return the existing checkpoint with the best evaluation, or None."""
         saved = {commit.step_of(path): path for path in commit.checkpoints(self.output_dir)}
         row = self.rule.best(row for row in self.rows if row["step"] in saved)
         return None if row is None else BestCheckpoint(saved[row["step"]], row["step"], self.rule.value(row))
 
     def path(self) -> Path | None:
-        """Return the folder of the best checkpoint; None without one."""
+        """Return the folder of the best checkpoint, or None."""
         found = self.checkpoint()
         return None if found is None else found.path
 

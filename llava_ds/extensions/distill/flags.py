@@ -73,7 +73,7 @@ class Flags(ExtensionFlags):
         return ObjectiveTraits(needs=needs)
 
     def drawing(self, args: "Arguments") -> Drawing | None:
-        """Return the drawing of a step; None without."""
+        """Return what a step samples, or None."""
         size = self.per_device_generation_batch_size
         return Drawing.of(args, self.max_completion_length, size) if self.lmbda else None
 

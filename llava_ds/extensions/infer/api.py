@@ -80,8 +80,8 @@ class Limits:
 def serve_api(loaded: LoadedModel, name: str, sampling: Sampling, port: int, limits: Limits, quiet: bool) -> None:
     """Answer requests until SIGINT or SIGTERM.
 
-    name: the model's; sampling: defaults for requests. Raises ConfigError if the port is taken, and re-raises a failure
-    that left other ranks out of step.
+    name: the model's name; sampling: defaults for requests. Raises ConfigError if the port is taken, and re-raises a
+    failure that left other ranks out of step.
     """
     key, is_new = api_key()
     limits = dataclasses.replace(limits, text_chars=most_chars(loaded.context_tokens, loaded.tokenizer.get_vocab()))

@@ -306,7 +306,7 @@ def as_request_error(error: Exception, places: Mapping[str, str]) -> RequestErro
 
 @dataclass(frozen=True)
 class Writer:
-    """Formats the responses to one request. id: the completion's; model: the model's name."""
+    """Formats the responses to one request. id: of the completion; model: the model's name."""
 
     id: str
     model: str

@@ -38,7 +38,7 @@ class UnloadedModel:
 
     path: as the user gave it; folder: with configuration and tokenizer; weights: reads them by the names of the class
     in memory; is_folder: True if transformers opens the path itself; notes: lines for the user; own: the plan of a
-    model whose tower or projector exists in no class of transformers', so that this package's are inserted into one.
+    model whose tower or projector no class in transformers has, so that this package's modules are inserted.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class UnloadedModel:
     own: "ExportPlan | None" = None
 
     def precision(self, requested: torch.dtype | None) -> torch.dtype:
-        """Return the requested precision, else the configuration's, else the first weight's.
+        """Return the requested precision, else that in the configuration, else that of the first weight.
 
         Raises ConfigError for others.
         """

@@ -153,7 +153,7 @@ def construct_model(unloaded: UnloadedModel, dtype: torch.dtype) -> HFModel:
 
 
 def _put_own_parts(model: HFModel, export: "ExportPlan") -> None:
-    """Replace transformers' tower and projector by training's, uninitialised."""
+    """Replace transformers' tower and projector by those of training, uninitialised."""
     tower, images = export.model.tower, export.model.images
     model.model.vision_tower = tower.build(torch.tensor(images.mean), torch.tensor(images.std))
     model.model.multi_modal_projector = tower.build_projector(export.args, export.model.hidden_size)

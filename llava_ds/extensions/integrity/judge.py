@@ -56,8 +56,8 @@ def faults(reports: list[Report]) -> dict[int, list[str]]:
 
 
 def differing(reports: list[Report]) -> list[int]:
-    """Return the ranks whose weights differ from most others'. Without a majority: the ranks without the weights
-    that the optimizers wrote, or all ranks if every rank lacks them."""
+    """Return the ranks whose weights differ from those of most others. Without a majority: the ranks without the
+    weights that the optimizers wrote, or all ranks if every rank lacks them."""
     held = [(each.copies, each.whole) for each in reports]
     usual, number = Counter(held).most_common(1)[0]
     if 2 * number > len(reports):

@@ -68,7 +68,7 @@ def open_adapter(path: str, model_base: str | None) -> ModelFolder:
 
 
 def _renames_of_adapter(base: ModelFolder, is_llava: bool) -> dict[str, Callable[[str], str | None]]:
-    """For each part, return a function that maps names in an adapter's files, without peft's prefix, to the part's."""
+    """For each part, return a function from an adapter's tensor names (without peft's prefix) to the part's names."""
     renames: dict[str, Callable[[str], str | None]]
     if is_llava or base.projector is None or base.vision_config is None:
         from_llava = partial(formats.language_model_from_llava, trunk=trunk_name(base.text_config))

@@ -490,7 +490,7 @@ def choose_adapters(model: nn.Module, bias: str) -> None:
 
 
 def lora_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every layer with LoRA (peft's, with base_layer, lora_A, lora_B and scaling), with its name."""
+    """Yield every layer with LoRA (of peft, with base_layer, lora_A, lora_B and scaling), with its name."""
     for name, layer in module.named_modules():
         if hasattr(layer, "lora_A") and hasattr(layer, "base_layer"):
             yield name, layer

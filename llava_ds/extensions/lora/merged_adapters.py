@@ -35,7 +35,7 @@ MAX_MATCHED_CHARS = 10**8  # maximum of names times patterns: twice a 405B with 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A folder of peft's: its file of tensors, and their scale.
+    """A peft folder: its file of tensors, and their scale.
 
     parameters: names of stacks with LoRA, or their ends.
     """
@@ -133,12 +133,12 @@ class Merged:
     """Weights with an adapter merged into them: W + scale * B A, and with DoRA rows scaled to its magnitudes;
     computed in float32 and rounded once while reading.
 
-    Other tensors in the adapter's file (biases, modules_to_save) replace the base's. Raises DataError for an
+    Other tensors in the adapter's file (biases, modules_to_save) replace those of the base. Raises DataError for an
     adapter of another model.
     """
 
     def __init__(self, base: Weights, adapter: Adapter, rename: Callable[[str], str | None]) -> None:
-        """rename: a name on disk in the base's folder to the part's."""
+        """rename: maps a name on disk in the base's folder to the name in the part."""
         self.path, self.shapes = base.path, dict(base.shapes)
         self._base, self._adapter = base, adapter
         on_disk = WeightFiles(adapter.file)

@@ -157,7 +157,7 @@ class Stacked:
 class TransposedExperts:
     """Weights whose stacked expert tensors are transposed to (E, O, I) if the folder has (E, I, O).
 
-    config: the language model's. A shape that already fits is kept: transformers can't detect transposed squares.
+    config: of the language model. A shape that already fits is kept: transformers can't detect transposed squares.
     """
 
     def __init__(self, weights: Weights, config: PreTrainedConfig) -> None:

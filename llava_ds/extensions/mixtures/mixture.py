@@ -126,7 +126,7 @@ class Gates(Recorder):
 
     @staticmethod
     def balance(seen: list[tuple[torch.Tensor, torch.Tensor]]) -> Balance:
-        """Compute the balance. aux_loss: DeepSpeed's, summed over layers as in MoE-LLaVA; includes dropped tokens."""
+        """Compute the balance. aux_loss: DeepSpeed's, with dropped tokens, summed over layers as in MoE-LLaVA."""
         loads = torch.stack([counts for _, counts in seen]).float()  # (layers, E)
         return _balance(torch.stack([loss for loss, _ in seen]).sum(), loads)
 

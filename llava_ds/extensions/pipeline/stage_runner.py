@@ -322,7 +322,7 @@ class _TiedGradient:
 
 
 def _accumulation_dtype(engine, weight: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which DeepSpeed sums a weight's gradients over micro-batches, at least the weight's."""
+    """Return the dtype in which DeepSpeed accumulates a weight's gradients, at least as precise as the weight."""
     return torch.promote_types(weight.dtype, engine.get_data_types()[1])
 
 

@@ -1,5 +1,5 @@
-# B prompts drawn at once, G answers to each, L tokens of the longest prompt, N tokens of an answer, R = B G rows
-"""Estimate the memory and time of steps that draw answers before they train on them.
+# B prompts answered at once, G answers to each, L tokens of the longest prompt, N tokens of an answer, R = B G rows
+"""Estimate the memory and time of steps that sample answers before they train on them.
 
 Drawing never coexists with a micro-batch's activations, so a rank's peak is the larger of both passes. Both have the
 model states and the frozen models of the objective (reference, reward model), whole on every rank and taken to have
@@ -32,7 +32,7 @@ LOGIT_BYTES = 44  # logits, two in fp32, and four in fp64: probabilities, their 
 
 @dataclass(frozen=True)
 class DrawingStep:
-    """A step that draws. run: with the batch of its training pass; drawn: the drawing."""
+    """A step that samples. run: with the batch of its training pass; drawn: what it samples."""
 
     run: Run
     drawn: Drawing
@@ -62,7 +62,7 @@ class DrawingStep:
 
     @property
     def rows(self) -> int:
-        """Answers that a rank draws at once."""
+        """Answers that a rank samples at once."""
         return self.drawn.at_once * self.drawn.answers
 
     @property
@@ -129,7 +129,7 @@ class DrawingStep:
 
 
 def drawing_of(run: Run, args: Arguments) -> DrawingStep | None:
-    """Return the step of a run that draws; None for other runs, and if only the number of parameters is known."""
+    """Return the step of a run that samples; None for other runs, and if only the number of parameters is known."""
     drawn = next(filter(None, (flags.drawing(args) for flags in args.own.values())), None)
     if drawn is None or run.batch is None:
         return None

@@ -49,7 +49,7 @@ class AttentionRule(SessionPart):
         model.begin = begin
 
     def _bounds(self, batch: Batch, options: dict[str, object]) -> dict[str, object]:
-        """Return the arguments of the layers that replace the pack's. options: those so far."""
+        """Return the layers' arguments that replace those of the pack. options: the arguments so far."""
         marks, starts = self.marks(batch), options.get("cu_seqlens", batch.cu_seqlens)
         if marks.shape != batch.input_ids.shape[1:] or marks.is_floating_point():
             raise returned(self.marks, marks, f"a mark of every token, int64 ({batch.input_ids.shape[1]},)")

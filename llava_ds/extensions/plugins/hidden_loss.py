@@ -1,5 +1,5 @@
 # T tokens of a pack, n positions of the loss, n0 positions of the objective's own head, D language-model width
-"""A further loss on the language model's hidden states, added to the objective's. For extensions."""
+"""An additional loss on the language model's hidden states, added to the objective's loss. For extensions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class HiddenLoss(Wrapped):
 
 @dataclass(frozen=True)
 class _Beside:
-    """A head, and the sum of a further loss, a float32 scalar."""
+    """A head, and the sum of an additional loss, a float32 scalar."""
 
     head: Head
     at: Callable[[Batch], torch.Tensor]
@@ -58,7 +58,7 @@ class _Beside:
     shortens = False
 
     def positions(self, batch: Batch) -> torch.Tensor:
-        """Return the head's positions, followed by the loss's: (n0 + n,)."""
+        """Return the head's positions, followed by those of the loss: (n0 + n,)."""
         at = self.at(batch)
         if not (isinstance(at, torch.Tensor) and at.dtype == torch.int64 and at.ndim == 1):
             expected = (

@@ -81,7 +81,7 @@ class Isolation:
     values: Callable[[Batch], Numbers]
 
     def leak(self, alone: Sequence[Numbers], tolerance: float) -> str | None:
-        """Describe a sample's number or gradient that depends on other samples; None without one.
+        """Describe a sample's number or gradient that depends on other samples, or None.
 
         alone: the numbers of each sample in a pack of its own; tolerance: relative.
         """

@@ -123,7 +123,7 @@ class Trial:
             return bool(fails(replace(self, objective=own_loss))) and not fails(replace(self, objective=plain))
 
     def _leak(self) -> str | None:
-        """Describe a sample's number or gradient that depends on others of its pack; None without one."""
+        """Describe a sample's number or gradient that depends on others of its pack, or None."""
         pack, *alone = self.batches
         if self.plan.args.training.objective != "sft" or self._owners is None:
             return None  # other objectives compare answers

@@ -73,7 +73,7 @@ class Reward(PairObjective):
 def metrics_of(scores: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return sums over pairs, by the names in METRICS["reward"].
 
-    scores (pairs, 2). min_reward and max_reward are the micro-batch's, times its number of pairs.
+    scores (pairs, 2). min_reward and max_reward are those of the micro-batch, times its number of pairs.
     """
     chosen, rejected = scores.unbind(1)
     none = torch.zeros((), dtype=torch.float64, device=scores.device)

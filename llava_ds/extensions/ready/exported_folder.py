@@ -230,7 +230,7 @@ def _write_template(template: str, source: Path, output_dir: Path) -> None:
 
 
 def _write_rows(config: dict, export: ExportPlan) -> None:
-    """Set the number of rows in the content of config.json, if the run's differs from the source's."""
+    """Set the number of rows in the content of config.json, if the source has another number."""
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     own, before = export.model.text_config, export.model.architecture.config.get_text_config()
     for name in ("vocab_size", "vocab_size_per_layer_input"):

@@ -170,7 +170,7 @@ def token_of(tokenizer: PreTrainedTokenizerBase, token: object) -> str:
 
 
 def expect_frames(videos: dict, images: dict, **values: object) -> None:
-    """Raise ValueError for video processor settings that prepare the pixels of a frame differently from an image's."""
+    """Raise ValueError for video processor settings that prepare the pixels of a frame and of an image differently."""
     expect(
         videos,
         **dict.fromkeys(("do_resize", "do_rescale", "do_convert_rgb"), True),

@@ -52,7 +52,7 @@ class ReadyImageOptions(TiledImageOptions):
         return None
 
     def without_limits(self) -> ImageOptions:
-        """Return the options without limits of an image's and a frame's pixels."""
+        """Return the options without limits on the pixels of images and frames."""
         tiling, video = self.tiling, self.video
         if isinstance(tiling, CellTiling):
             tiling = replace(tiling, least=0, most=0)

@@ -307,7 +307,7 @@ def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSam
 
 
 def _small(plan: ModelPlan, vocab_size: int) -> tuple[ReadyModel, PreTrainedConfig]:
-    """Return the configuration of a small copy, and its language model's. Token 0 is the image's."""
+    """Return the configurations of a small copy and of its language model. Token 0 is the image token."""
     vision: ReadyVision = plan.tower
     config = copy.deepcopy(vision.architecture.config)
     text = small_copy(plan.text_config, twice=vision.has_image_blocks)

@@ -28,7 +28,7 @@ TOWER, CONNECTOR = "tower.", "connector."  # prefixes of tensor names in these p
 
 
 class ReadyNames:
-    """Names of a ready model's tensors: maps a part's names to transformers' in memory, names on disk to the part's."""
+    """Maps tensor names of a ready model: from a part to transformers' class, and from disk to a part."""
 
     def __init__(self, ready: ReadyModel, text_config: PreTrainedConfig) -> None:
         family = ready.family

@@ -37,7 +37,7 @@ def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks) 
 
 
 def _odd_ones(everyone: list[dict[tuple[str, Slice], int]]) -> dict[int, list[str]]:
-    """Return the parameters whose sums differ from most other ranks' with the same slice, by rank."""
+    """Return, by rank, the parameters whose sums differ from those of most ranks with the same slice."""
     counts: dict[tuple[str, Slice], Counter[int]] = defaultdict(Counter)
     for sums in everyone:
         for part, value in sums.items():

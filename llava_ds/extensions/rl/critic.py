@@ -17,7 +17,7 @@ FLAG = "--critic_model_name_or_path"
 
 
 def plan_critic(args: Arguments, actor: ModelPlan, images: ImageOptions) -> FrozenPlan:
-    """Plan the critic's initial model: the actor's, unless a flag names another.
+    """Plan the critic's initial model: that of the actor, unless a flag names another.
 
     actor, images: the answering model's plan and image options. Raises ConfigError if the critic reads other ones.
     """

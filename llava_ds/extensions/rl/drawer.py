@@ -31,7 +31,7 @@ class Episode(Answer):
 
     ids, log_probs: the model's tokens only; tokens: all tokens after the prompt; digests: hashes of the images among
     them; sample: prompt and all tokens, supervised at the ids; text: the last turn, which rewards judge; columns:
-    additional columns for rewards; reward: the environment's, nan without one; shown: all turns, for the log.
+    additional columns for rewards; reward: the environment's reward, or nan; shown: all turns, for the log.
     """
 
     tokens: tuple[int, ...]
@@ -46,7 +46,7 @@ class Episode(Answer):
 class Drawer:
     """Generates the answers of a run. An extension's plan of this class (Plan.own) is used instead of draw_answers.
 
-    columns: columns that its episodes add for reward functions; reward: the environment's, in addition to the others.
+    columns: columns that its episodes add for reward functions; reward: the environment's additional reward.
     """
 
     columns: ClassVar[tuple[str, ...]] = ()

@@ -75,7 +75,7 @@ class _WithEntropy(torch.autograd.Function):
 def _distributions(
     logits: torch.Tensor, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return log-probabilities and probabilities, (rows, V) float32, and the slope of the soft cap, None without one.
+    """Return log-probabilities and probabilities, (rows, V) float32, and the slope of the soft cap, or None.
 
     May overwrite logits.
     """

@@ -20,7 +20,7 @@ class Drawn(NamedTuple):
     step's loss; means (S,) float64: its weight in a mean over all tokens of the step; shares (S,) float64: each token's
     weight in a mean over the trained tokens, times the step's prompts; sampled (S,) float64: log-probabilities at
     generation; old (S,) float64: log-probabilities before the first of several iterations, None with one iteration;
-    frozen (S,) float64: log-probabilities under the reference model, None without one.
+    frozen (S,) float64: log-probabilities under the reference model, or None.
     """
 
     scores: torch.Tensor

@@ -29,7 +29,7 @@ class Completion:
 
     reference: the record's answer; tokens: length of the answer, at most max_tokens; sample: prompt and answer as
     tokens, with the images; columns: the record's other columns; punished: number of the last tokens before max_tokens
-    that cost reward; own: a reward that comes with the answer, nan without one.
+    that cost reward; own: a reward that comes with the answer, or nan.
     """
 
     prompt: str
@@ -103,7 +103,7 @@ class Reward:
 def open_rewards(names: str | None, weights: str | None, has_model: bool = False) -> tuple[Reward, ...]:
     """Open the rewards of --reward_funcs (names or file.py:function, comma-separated) with --reward_weights.
 
-    has_model: append the reward model's. Raises ConfigError for unknown rewards, and for weights that don't match.
+    has_model: append the reward model. Raises ConfigError for unknown rewards, and for weights that don't match.
     """
     wanted = [name.strip() for name in (names or "").split(",") if name.strip()]
     if (names is not None and not wanted) or len(set(wanted)) < len(wanted):

@@ -275,8 +275,8 @@ class Rollouts(SessionPart):
         )
         print_first(
             f"WARNING: nothing was learned in {WATCHED_STEPS} steps: the answers to each of {totals[0]} prompts had "
-            f"equal rewards, like {shown} (reference {in_short(repr(group.prompt.reference))}). Check the reward, draw "
-            "more answers (--num_generations), or fine-tune the model on answers first"
+            f"equal rewards, like {shown} (reference {in_short(repr(group.prompt.reference))}). Check the reward, "
+            "sample more answers (--num_generations), or fine-tune the model on answers first"
         )
 
     def _text_of(self, answer: Answer) -> str:

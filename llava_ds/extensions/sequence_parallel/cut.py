@@ -46,10 +46,10 @@ def cut(
 ) -> tuple[Batch, list[int]]:
     """Return the tokens of one of `ranks` ranks, and the numbers of the tiles that its image positions need.
 
-    The batch is padded to a multiple of the ranks. cu_seqlens, max_seqlen and all per-sample fields remain the complete
-    batch's; positions count from the rank's first token. pixel_values is not set: the caller sets it to these tiles, in
-    order, or to the blank one. A tile with features on both sides of a cut is needed on both; a tower that takes whole
-    images needs all tiles of an image, or of a moment of a video. layouts: of the batch's images and videos, in order.
+    The batch is padded to a multiple of the ranks. cu_seqlens, max_seqlen and all per-sample fields describe the
+    complete batch; positions count from the rank's first token. pixel_values is not set: the caller sets it to these
+    tiles, or to the blank one. A tile with features on both sides of a cut is needed on both; a tower for whole images
+    needs all tiles of an image, or of a video's moment. layouts: of the batch's images and videos, in order.
     """
     whole = fill(whole, ranks)
     length = whole.input_ids.shape[1] // ranks

@@ -40,8 +40,8 @@ def shared_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute varlen_attention for this rank's t tokens over the tokens of all ranks in the module's group.
 
-    query (1, H, t, E); key and value (1, K, t, E); all other arguments are the pack's. Returns (1, t, H, E), and None
-    for the weights. The signature is dictated by transformers' AttentionInterface.
+    query (1, H, t, E); key and value (1, K, t, E); all other arguments are those of the pack. Returns (1, t, H, E), and
+    None for the weights. The signature is dictated by transformers' AttentionInterface.
     """
     if not options.pop(SHARED, False):
         return varlen_attention(module, query, key, value, attention_mask, *args, **options)

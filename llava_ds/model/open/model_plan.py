@@ -80,7 +80,7 @@ def read_parts(args: ModelArguments) -> Parts:
 
 
 def own_sources(args: ModelArguments) -> dict[str, Source]:
-    """Return the sources of extensions' modules: in the model's folder, else in the projector's."""
+    """Return the sources of extensions' modules: in the model's folder, else in the projector's folder."""
     folders = {FLAG: args.model_name_or_path}
     folders |= {flag: str(Path(file).parent) for flag, file in projector_files(args).items()}
     parts = [formats.OWN + name for name in active(args.own).modules]
@@ -203,7 +203,7 @@ def fit_vocabulary(
 
 
 def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) -> ModelPlan:
-    """Read configurations and tokenizer, and compare names and shapes of all weights with the model's.
+    """Read configurations and tokenizer, and compare names and shapes of all weights with those of the model.
 
     value_head: add one, from its folder or of zeros. Raises ConfigError for unusable folders and missing
     packages, and DataError for weights that don't fit.

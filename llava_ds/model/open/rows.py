@@ -66,9 +66,9 @@ class Resized:
     """A language model's weights with another number of rows; new rows are the mean of the others.
 
     With rows.before, rows are only added, and a new entry of the output layer's bias is also the mean. Without, rows
-    beyond the tokenizer's are cut off or given to the new tokens, and the bias of new tokens is zero, as in LLaVA.
-    learned: new rows of the embedding from a projector's file. Raises DataError if the files' number of rows differs
-    from rows.before.
+    beyond the tokenizer's length are cut off or given to the new tokens, and the bias of new tokens is zero, as in
+    LLaVA. learned: new rows of the embedding from a projector's file. Raises DataError if the files' number of rows
+    differs from rows.before.
     Source: LLaVA's initialize_vision_tokenizer, and transformers' resize_token_embeddings with mean_resizing.
     """
 

@@ -62,7 +62,7 @@ def _read_second(first: TowerPlan, folder: str, second: str, args: ModelArgument
 
 
 def plan_tower(config: PreTrainedConfig, processor: dict, where: str, args: ModelArguments) -> TowerPlan:
-    """Plan a tower from its configuration and its image processor's. Raises ConfigError that names where."""
+    """Plan a tower from its configuration and that of its image processor. Raises ConfigError that names where."""
     layers, select_layer = config.num_hidden_layers, args.mm_vision_select_layer
     if not 0 < num_running_layers(layers, select_layer) <= layers:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Folders of trained models: LLaVA's own format and transformers', and the flags that a folder was trained with."""
+"""Folders of trained models, in LLaVA's own or transformers' format, and the flags that a folder was trained with."""
 
 import os
 import typing
@@ -203,7 +203,7 @@ def _as_flags(values: dict[str, object], where: str) -> dict[str, object]:
 
 
 def ignored_files(args: Arguments, folder: ModelFolder) -> list[str]:
-    """Return a line for each folder whose files disagree: the model's, an adapter's base, and the towers'."""
+    """Return a line for each folder whose files disagree: of the model, an adapter's base, and the towers."""
     where = f"{FLAG} {folder.path}"
     has_tower, has_template = folder.vision_config is not None, folder.architecture is not None
     own = folder.base or folder.path

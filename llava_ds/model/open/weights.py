@@ -40,8 +40,8 @@ class WeightFiles:
     """The tensors of a folder or a single file, by name, read one at a time.
 
     Understands model.safetensors and pytorch_model.bin, whole or sharded with an index. Pickles are opened with
-    weights_only=True. rename: maps a name on disk to the model's, or to None to leave it out. Raises DataError for
-    files that can't be read as tensors.
+    weights_only=True. rename: maps a name on disk to a name in the model, or to None to leave it out. Raises DataError
+    for files that can't be read as tensors.
     """
 
     notes = ()
@@ -251,8 +251,8 @@ class Over(partial):
 class Source:
     """Source of a part's weights. flag: the flag that names it; path: a folder or file.
 
-    rename: maps a name on disk to the part's, None for tensors of other parts; changes: functions from weights to
-    weights, applied in order (adapters, overlays, new rows); beside: source of the rest of the part in another folder.
+    rename: maps a name on disk to a name in the part, None for tensors of other parts; changes: functions from weights
+    to weights, applied in order (adapters, overlays, new rows); beside: source of the part's rest in another folder.
     """
 
     flag: str
@@ -287,7 +287,7 @@ class Sources:
     """Sources of the weights of each part; None for a part that starts from random numbers.
 
     rest_of_tower: the tower's own folder, if the model's folder has tower weights; export takes the tensors that the
-    model lacks from there. new_rows: a projector's file with rows for new tokens. value_head: None without one. own: of
+    model lacks from there. new_rows: a projector's file with rows for new tokens. value_head: may be None. own: of
     extensions' modules, by part.
     """
 

@@ -112,7 +112,7 @@ class Evaluation:
         return self.is_due(step, last) and not broadcast_from_first(self._ranks, was_done)
 
     def ahead_s(self, step: int) -> float:
-        """Seconds of an evaluation due before the next chance to stop, estimated from the last one; 0.0 without one."""
+        """Seconds of an evaluation due before the next chance to stop, estimated from the last one (0.0 if none)."""
         due = any(self.is_due(at, at == self._num_steps) for at in (step, step + 1))
         return self._last_s if due else 0.0
 

@@ -17,9 +17,9 @@ class MicroLoss(NamedTuple):
     """The loss of one micro-batch, on the device.
 
     loss_sum: scalar with a gradient, summed over units (supervised tokens, or pairs of answers); by_source (2, sources)
-    float64: summed loss and units of each data source; metrics: further sums over units by name, float64 scalars
-    (logged as means per unit of the step, whatever --loss_reduction says); means: numbers per micro-batch, float64
-    scalars (logged as means, weighted by the micro-batch's share in the step's loss, so they follow --loss_reduction).
+    float64: summed loss and units of each data source; metrics: other sums over units by name, float64 scalars (logged
+    as means per unit of the step, whatever --loss_reduction says); means: numbers per micro-batch, float64 scalars
+    (logged as means, weighted by the micro-batch's share in the step's loss, so they follow --loss_reduction).
     """
 
     loss_sum: torch.Tensor
