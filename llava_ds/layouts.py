@@ -47,8 +47,8 @@ class MediaLayout:
     text: ImageText | None = None  # written by a model's own processor
     cells: tuple[int, int] | None = None  # tiles across and down, if they are cells of one whole image
     moments: int = 1  # moments of a video, each with equally many cells
-    seconds: float = 0.0  # from one moment to the next
-    interval: float = 1.0  # between their positions in the language model
+    seconds: float = 0.0  # time between two moments
+    interval: float = 1.0  # distance between their positions in the language model
 
     @property
     def mark(self) -> int | ImageText:

@@ -9,7 +9,7 @@ import numpy as np
 from llava_ds.constants import DataError
 from llava_ds.tilings import Cut, Size
 
-LEAST_FRAMES = {2: 4}  # by Clip.factor, for videos without a number of frames in their part. Source: qwen-vl-utils
+LEAST_FRAMES = {2: 4}  # by Clip.factor, if the message part gives no number of frames. Source: qwen-vl-utils
 
 
 class Footage(NamedTuple):

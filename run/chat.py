@@ -18,7 +18,7 @@ WEB_PORT, API_PORT = 7860, 8000
 Port = Annotated[int, Bounds(1, 65535)]
 Seed = Annotated[int, Bounds(0, 2**63 - 1)]  # torch's
 
-MOST_REQUESTS = 64  # of --serve
+MOST_REQUESTS = 64  # default of --max_concurrent_requests
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -21,7 +21,7 @@ class Answers:
         from vllm import LLM
 
         own = {
-            "logprobs_mode": "processed_logprobs",  # at the temperature, as in training
+            "logprobs_mode": "processed_logprobs",  # computed at the sampling temperature, as in training
             "enable_prefix_caching": False,  # cached prefixes are of old weights
         }
         self.llm, self.lock = LLM(model=model, **{**own, **options}), threading.Lock()

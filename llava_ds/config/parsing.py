@@ -216,7 +216,7 @@ def _parsed(
         wrong += unknown_flags(unknown, known | dict.fromkeys(own_flags))
 
     if "eval_fraction" in written and not (data.eval_fraction or data.eval_data_path or "eval_steps" in written):
-        training = dataclasses.replace(training, eval_steps=None)  # from a recipe whose eval samples are turned off
+        training = dataclasses.replace(training, eval_steps=None)  # from a recipe, but eval is turned off
         recipe.pop("eval_steps", None)
     names = {name.replace("-", "_") for name in recipe} | written
     given = {options[f"--{name}"].dest for name in names if f"--{name}" in options}

@@ -14,7 +14,7 @@ from llava_ds.extensions.table import EXTENSIONS
 # Result types by name: a class to check with isinstance, or an attribute that the result must have.
 TYPES = {"int": int, "dict": dict, "Mapping": Mapping, "list": list, "tuple": tuple, "Iterator": Iterable}
 TYPES |= {"Module": "named_parameters", "Objective": "scales", "EncodedDataset": "fingerprint", "Tensor": "dtype"}
-ELEMENTS = {"str": str, "dict": dict, "Window": "micro_batches"}  # of lists and iterators, likewise
+ELEMENTS = {"str": str, "dict": dict, "Window": "micro_batches"}  # types of elements in lists and iterators
 # Report errors in these at once: they run in other processes, or where the model's folder would be blamed.
 CAUGHT = {"module": ConfigError, "build": ConfigError, "convert": DataError, "load": DataError}
 

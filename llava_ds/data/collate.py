@@ -62,7 +62,7 @@ class LoadedPair:
 
 
 class ItemCounts(NamedTuple):
-    """Counts of one item, a sample or a pair. samples: how many samples it adds to a batch; the others as in Counts."""
+    """Counts of one item, a sample or a pair. samples: how many it adds to a batch; the rest as in Counts."""
 
     samples: int
     tokens: int

@@ -734,7 +734,7 @@ def check_same_data(fingerprint: str, ranks: Ranks) -> None:
     if others:
         raise DataError(
             f"ranks {', '.join(others)} of {ranks.world_size} found other data than rank 0: give every node the same "
-            "files and a shared --cache_dir, or empty theirs of an earlier run's files"
+            "files and a shared --cache_dir, or delete an earlier run's files from its own"
         )
 
 

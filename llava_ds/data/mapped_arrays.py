@@ -67,7 +67,7 @@ def _opened(folder: Path) -> Mapped | None:
     except (OSError, EOFError, ValueError, KeyError, TypeError):
         return None
     with contextlib.suppress(OSError):
-        os.utime(folder / FACTS)  # for remove_unused
+        os.utime(folder / FACTS)  # marks the folder as used, for remove_unused
     return Mapped(arrays, facts["facts"])
 
 

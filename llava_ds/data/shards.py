@@ -307,7 +307,7 @@ class EncodingBeside:
         """encode: called in the forked process."""
         context = multiprocessing.get_context("fork")
         self._errors = context.SimpleQueue()
-        self._process = context.Process(target=self._run, args=(encode, os.getpid()))  # not a daemon: it starts others
+        self._process = context.Process(target=self._run, args=(encode, os.getpid()))  # not a daemon: it has children
         self._process.start()
         atexit.register(self._process.kill)
 
@@ -383,7 +383,7 @@ def _encode(work: _Work, shard: int, checker: Checker, renew: Callable[[], None]
         digest = flush_and_hash(scratch)["sha256"]
         os.replace(scratch, work.path / f"rows-{shard:06d}-{digest}.arrow")
     except FileNotFoundError:
-        if not work.final.exists():  # else others have encoded it too, and the folder was renamed
+        if not work.final.exists():  # else another process published the folder
             raise
     finally:
         with contextlib.suppress(OSError):

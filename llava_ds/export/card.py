@@ -24,7 +24,7 @@ SHOWN = (
     "lr_scheduler_type", "warmup_ratio", "weight_decay", "max_grad_norm", "bf16", "fp16", "loss_reduction", "seed",
 )  # fmt: skip
 
-FORMS = ("hf", "llava", "adapter", "projector")  # the others belong to extensions
+FORMS = ("hf", "llava", "adapter", "projector")  # other forms belong to extensions
 
 # run/evaluate.py inserts its scores here; a card without this mark is not changed.
 EVALUATIONS_END = "<!-- llava_ds: evaluations end here -->"

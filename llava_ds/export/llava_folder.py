@@ -43,7 +43,7 @@ def llava_config(
         "mm_vision_select_feature": args.mm_vision_select_feature,
         "mm_use_im_start_end": args.mm_use_im_start_end,
         "mm_use_im_patch_token": args.mm_use_im_patch_token,
-        "split_special_tokens": args.split_special_tokens,  # for this project's code
+        "split_special_tokens": args.split_special_tokens,  # only this project reads it
         "mm_patch_merge_type": image_options.merge_type,
         "mm_newline_position": image_options.newline_position,
         "mm_spatial_pool_stride": image_options.pool_stride,

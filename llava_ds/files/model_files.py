@@ -171,7 +171,7 @@ def check_folder(path: str | Path, where: str) -> None:
     """Check every file that transformers or tokenizers may open themselves in a folder, whatever its name.
 
     A checked folder is not read again until a file in it changes. Raises ConfigError for files outside the folder,
-    irregular files, files that are too large, too deeply nested or not a JSON object, and files that name others
+    irregular files, files that are too large, too deeply nested or not a JSON object, and files that refer to files
     elsewhere.
     """
     folder = Path(path)

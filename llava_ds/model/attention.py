@@ -296,7 +296,7 @@ def _indeterminism(kernel: str) -> str | None:
 
 
 def attention_report(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Describe, in one line, the attention kernels of the language model on a device and the reasons against others."""
+    """Describe, in one line, the attention kernels of the language model on a device, and why not better ones."""
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) is not None and (kinds is None or "sliding_attention" in kinds)
     softcap = getattr(config, "attn_logit_softcapping", None) is not None

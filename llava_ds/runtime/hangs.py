@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from llava_ds.runtime.ranks import format_ranks
 
-SLOW_FACTOR = 1.5  # minimum ratio of its working time to the others', in the same steps
+SLOW_FACTOR = 1.5  # minimum ratio of its working time to that of other ranks in the same steps
 LEAST_BUSY = 0.5  # minimum busy fraction: a rank that waits more than half of its time slows nobody down
 
 

@@ -13,7 +13,7 @@ from llava_ds.tiny.scenes import COLOURS, PLACES, SHAPES
 
 NUMBERS = ("one", "two", "three", "four")  # up to scenes.MAX_THINGS
 KINDS = ("existence", "count", "colour", "shape", "position", "relation")
-TURN_SHARES = (0.12, 0.26, 0.14, 0.14, 0.16, 0.18)  # of KINDS in a conversation: many counts are refused for balance
+TURN_SHARES = (0.12, 0.26, 0.14, 0.14, 0.16, 0.18)  # for KINDS; counts are often refused for balance
 ANSWERS = {
     "existence": ("yes", "no"),
     "count": NUMBERS,

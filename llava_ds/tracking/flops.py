@@ -83,7 +83,7 @@ class ModelFlops:
 def model_flops(text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> ModelFlops:
     """Return the FLOPs of a model with these flags. It is built on the meta device, so no family is a special case.
 
-    Counts matrices that extensions add; packed weights count like others.
+    Counts matrices that extensions add; packed weights count like unpacked ones.
     """
     with no_init_weights(), torch.device("meta"):
         model = assemble(text, tower, args, torch.zeros(3), torch.zeros(3))

@@ -208,7 +208,7 @@ def _open_wandb(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
         dir=str(output_dir),
         settings=settings,
     )
-    run.config.update(redact(args.as_dict()), allow_val_change=True)  # for --allow_changed_flags; an error without it
+    run.config.update(redact(args.as_dict()), allow_val_change=True)  # allows changed flags
     return Logged(run, 0 if begins else _last_step(output_dir, resume_step))
 
 

@@ -44,7 +44,7 @@ def train(session: Session, hooks: Sequence[Hook]) -> None:
     with session.memory, session.stop.training(plan.args.training.max_run_time, session.ranks):
         run_steps(session.runner, steps, state, num_steps, session.objective, session.mesh, after_step)
     watchdog.set_phase("export", state.step)
-    for hook in reversed(hooks):  # Log closes last: its report shows files of the others
+    for hook in reversed(hooks):  # Log closes last: its report shows files of the other hooks
         hook.close()
 
 

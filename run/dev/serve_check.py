@@ -46,8 +46,8 @@ from llava_ds.tiny.default import heldout_data
 
 ROOT = Path(__file__).parents[2]
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
-START_S = 600  # for a server to listen
-SHOWN_CHARS = 2000  # of the output of a server that fails to start
+START_S = 600  # time for a server to start
+SHOWN_CHARS = 2000  # shown of the output of a server that fails to start
 BATCH_SIZE = 48  # run/evaluate.py's
 GGUF_TYPES = ("float32", "float16", "q8_0")
 PACKAGES = ("transformers", "torch", "pillow", "fastapi", "uvicorn", "openai")

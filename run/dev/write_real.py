@@ -27,7 +27,7 @@ SIDE = 224  # pixels: 256 patches
 VARIED = 4  # training images of a thing
 SCENES = 0.05  # training images with several things, for each with one
 DEFINED = 0.35  # questions without an image, for each image of one thing
-HELD_OUT, HELD_OUT_PHOTOS = 0.2, 0.5  # of groups of nouns: without, and with photographs
+HELD_OUT, HELD_OUT_PHOTOS = 0.2, 0.5  # shares of noun groups, without and with photographs
 ROUNDS = {"choices": 3, "photos-unseen": 4, "photos-seen": 2}
 SCENES_ASKED = 50
 

@@ -22,7 +22,7 @@ AFFIXES = (
 )  # fmt: skip
 
 _WORDS = re.compile(r"[A-Za-z]+")
-_MAYBE_OTHER = re.compile("val|test|dev|eval|h[oe]ld", re.IGNORECASE)  # in the name of a folder's only file: examine it
+_MAYBE_OTHER = re.compile("val|test|dev|eval|h[oe]ld", re.IGNORECASE)  # examine a single file with such a name
 _SHARD = re.compile(r"^(.*?)[-._ ]*\d*(?:[-._ ]+of[-._ ]+\d+)?(?:\.[^.]*)?$")
 
 

@@ -105,7 +105,7 @@ def read_parquet(files: tuple[str, ...], columns: Columns, store: ImageStore, ot
                 for record in batch.to_pylist():
                     line += 1
                     yield number, line, _as_text(record, columns, store)
-        except ConfigError:  # from the store
+        except ConfigError:  # raised by the store
             raise
         except Exception as error:  # damaged data can raise anything in Arrow and Python
             raise DataError(f"{path}: can't be read after row {line}: {error}") from error

@@ -43,7 +43,7 @@ def message(key: str, value: object, problem: dict, refused: Mapping[str, str]) 
             wanted = f"a number {words} {context[limit]:g}"
     if wanted is not None:
         return f"{key} is {as_json(value)} in the DeepSpeed JSON: write {wanted}"
-    message = problem["msg"].partition(", ")[2] or problem["msg"]  # from DeepSpeed's own validator
+    message = problem["msg"].partition(", ")[2] or problem["msg"]  # raised by DeepSpeed's own validator
     return f"{key or 'a key'} in the DeepSpeed JSON: {message}"
 
 

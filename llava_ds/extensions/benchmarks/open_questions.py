@@ -144,7 +144,7 @@ def _label_lines(file: Path) -> list[dict]:
 
 
 def _caption_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """Read captions_val2014.json or others in COCO's layout: one question per image, all its captions as references."""
+    """Read captions_val2014.json, or another COCO file: one question per image, all its captions as references."""
     path, what = complete(given), "captions in COCO's layout"
     content = read_json(path)
     images = records_in(path, what, content, ("id", "file_name"), "images")

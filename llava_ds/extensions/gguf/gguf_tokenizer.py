@@ -184,7 +184,7 @@ def _go_template(version: str) -> str:
 
     one, two = written(1), written(2)
     first, rest = one.split(question)
-    start = two.split(answer)[1].split(question)[0]  # from an answer to the next question
+    start = two.split(answer)[1].split(question)[0]  # text between an answer and the next question
     end = _common_prefix(rest.split(answer)[1], start)
     before = rest.split(answer)[0].removesuffix(" ")
     others = start[len(end) :]

@@ -53,7 +53,7 @@ class UnloadedModel:
     def precision(self, requested: torch.dtype | None) -> torch.dtype:
         """Return the requested precision, else that in the configuration, else that of the first weight.
 
-        Raises ConfigError for others.
+        Raises ConfigError for another kind of value.
         """
         dtype = self.config.dtype
         if isinstance(dtype, str):

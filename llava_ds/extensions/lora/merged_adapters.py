@@ -28,7 +28,7 @@ OTHER_KINDS = (
 # Tensors of stacked matrices, in the order of peft's wrappers around their module, one per tensor with LoRA.
 STACKED = ("gate_up_proj", "down_proj")
 
-MAX_REPEATS = 3  # in a pattern of layer names
+MAX_REPEATS = 3  # maximum number in a pattern of layer names
 MAX_PATTERN_CHARS = 500
 MAX_MATCHED_CHARS = 10**8  # maximum of names times patterns: twice a 405B with a pattern for every layer
 
@@ -44,7 +44,7 @@ class Adapter:
     file: Path
     base: str | None
     alpha: float
-    alphas: dict[str, float]  # by peft's patterns of layer names
+    alphas: dict[str, float]  # keyed by peft's patterns of layer names
     rank_stabilised: bool
     has_magnitudes: bool = False
     parameters: frozenset[str] = frozenset()

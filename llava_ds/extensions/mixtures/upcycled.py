@@ -11,7 +11,7 @@ from llava_ds.extensions.mixtures.kinds import UPCYCLED
 from llava_ds.files.model_files import shown
 
 GATE, NAMES = "deepspeed_moe.gate.wg.weight", "deepspeed_moe.experts.deepspeed_experts."  # inside the MLP's module
-MOST_EXPERTS = 1024  # per layer, the limit for a config.json
+MOST_EXPERTS = 1024  # maximum per layer in a config.json
 _EXPERT = re.compile(rf"^(.*\.{re.escape(NAMES)})(\d+)(\..+)$")
 
 

@@ -244,7 +244,7 @@ def forward_and_backward(
     def backward_one(i: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         hidden, output = waiting.popleft()
         if i > 0:
-            engine.step()  # of the previous micro-batch
+            engine.step()  # ends the previous micro-batch
         engine.set_gradient_accumulation_boundary(i == number - 1)
         if stage.is_last:
             loss, kept = loss_of(i, output)

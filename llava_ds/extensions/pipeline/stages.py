@@ -119,7 +119,7 @@ def layers_of_stages(
     rooms = ([int((bound - cost) / layer + 1e-9) for cost in beside] for bound in bounds)
     enough = (room for room in rooms if all(n >= fewest for n, fewest in zip(room, least)))
     counts = next(room for room in enough if sum(room) >= num_layers)
-    for _ in range(sum(counts) - num_layers):  # from the costliest stage that may have fewer
+    for _ in range(sum(counts) - num_layers):  # take a layer from the costliest stage that may have fewer
         costs = [cost + n * layer if n > fewest else -1.0 for cost, n, fewest in zip(beside, counts, least)]
         counts[costs.index(max(costs))] -= 1
     return counts

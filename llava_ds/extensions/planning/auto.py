@@ -28,7 +28,7 @@ from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.runtime.device_memory import free_memory
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, local_ranks, print_first
 
-GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # by data_types.grad_accum_dtype
+GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # keyed by data_types.grad_accum_dtype
 FULL_TOKENS = 8192  # larger micro-batches don't speed up a GPU
 MOST_TOKENS_ON_CPU = 8192
 ROUND_TOKENS = 64  # auto rounds to a multiple, unless the longest sample is larger

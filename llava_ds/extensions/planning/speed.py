@@ -39,7 +39,7 @@ ATTENTION_BACKWARD = 2.5  # five products instead of forward's two
 MEMORY_SHARE = 0.8  # share of the data sheet's bandwidth, for large element-wise kernels
 LINK_SHARE = 0.75  # share of NVLink's and network's bandwidth, for large collectives (nccl-tests' bus bandwidth)
 PCIE_COLLECTIVE_SHARE = 0.4  # share of PCIe's, when ranks send through the CPU's memory
-PCIE_SHARE = 0.75  # for copies from pinned memory
+PCIE_SHARE = 0.75  # share of PCIe's bandwidth, for copies from pinned memory
 CPU_ADAM_S = 0.25e-9  # per parameter, on all cores of a node (ZeRO-Offload, arXiv 2101.06840, table of Adam's latency)
 # Values that a layer's forward reads and writes, per token and unit of width, besides products and attention: counted
 # kernel by kernel in transformers' modeling_llama and Liger's fused kernels. Backward moves twice as many.

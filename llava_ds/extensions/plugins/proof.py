@@ -101,7 +101,7 @@ class Trial:
     def check_packing(self) -> tuple[Sums, Sums, str]:
         """Return the sums over the pack and over the samples alone, and what was compared.
 
-        Raises ConfigError if a sample depends on others, though it does not without plugins.
+        Raises ConfigError if a sample depends on other samples only with plugins.
         """
         packed, alone = self._layouts()
         self._check_finite(packed, alone)

@@ -197,6 +197,6 @@ class Divergence:
 def _with(micro: MicroBatch, kl: torch.Tensor, share: tuple[torch.Tensor, torch.Tensor]) -> MicroBatch:
     """Add a step's numbers to a micro-batch."""
     batch = micro.batch.with_extra(kl=kl)
-    if "label" in batch.extra:  # else a rank without samples
+    if "label" in batch.extra:  # missing on a rank without samples
         batch = batch.with_extra(share=torch.where(batch.extra["label"] > 0, *share))
     return replace(micro, batch=batch)

@@ -114,7 +114,7 @@ class ReadyArchitecture(ReadyModel):
         for name in names:
             place = next((path for path in family.connector if name.startswith(f"{path}.")), family.vision)
             parts = name.removeprefix(f"{place}.").split(".")
-            if parts[0].isdigit():  # in a list of connectors
+            if parts[0].isdigit():  # an entry in a list of connectors
                 place = f"{place}.{parts[0]}"
             elif place == family.vision and any(path.startswith(f"{place}.") for path in family.connector):
                 place = f"{place}.{'.'.join(parts[: 2 if parts[1].isdigit() else 1])}"

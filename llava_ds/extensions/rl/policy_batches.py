@@ -30,7 +30,7 @@ from llava_ds.train.evaluating.sampling import Answer, packs_of_rank
 class Group:
     """The answers to one prompt.
 
-    by_function (functions, G): rewards, nan where a function does not apply; rewards (G,): weighted sums of the others.
+    by_function (functions, G): rewards, nan where a function does not apply; rewards (G,): weighted sums without nan.
     """
 
     prompt: RolloutPrompt

@@ -19,7 +19,7 @@ from llava_ds.files.reading import read_json
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first
 from llava_ds.train.evaluating.sampling import Answer, DrawRules
 
-TIMEOUT_S = 3600.0  # for a rank's answers of a step
+TIMEOUT_S = 3600.0  # limit for a rank's answers in one step
 
 
 class VllmServer:

@@ -23,7 +23,7 @@ from llava_ds.train.session import Session
 
 FILE = "loss_spikes.jsonl"
 LEAST_DEVIATION = 0.01  # fraction of the mean: if losses hardly differ, tiny differences are not spikes
-MOST_REWINDS = 3  # to the same checkpoint, then the run ends
+MOST_REWINDS = 3  # maximum returns to the same checkpoint before the run ends
 
 
 class LossSpikes:

@@ -59,7 +59,7 @@ class NativeImageOptions(TiledImageOptions):
     def tower_inputs(self, layouts: Sequence[MediaLayout]) -> dict[str, object]:
         """Return shapes (patches down and across of each image), cu_seqlens (images + 1,) int32 (start offsets of the
         images' patches), and max_seqlen (most patches of an image)."""
-        merge, cells = self.tiling.merge, [layout.cells for layout in layouts] or [(1, 1)]  # for the blank tile
+        merge, cells = self.tiling.merge, [layout.cells for layout in layouts] or [(1, 1)]  # (1, 1) for the blank tile
         shapes = tuple((down * merge, across * merge) for across, down in cells)
         lengths = torch.tensor([0, *(down * across for down, across in shapes)])
         return {"shapes": shapes, "cu_seqlens": lengths.cumsum(0).to(torch.int32), "max_seqlen": int(lengths.max())}

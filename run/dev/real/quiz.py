@@ -9,7 +9,7 @@ from real.things import Thing
 from real.wordnet import WordNet
 
 NUMBERS = ("one", "two", "three", "four")
-SHARES = {"choice": 0.65, "kind": 0.2, "name": 0.1, "gloss": 0.05}  # of training questions: a share for each kind
+SHARES = {"choice": 0.65, "kind": 0.2, "name": 0.1, "gloss": 0.05}  # share of each kind of training question
 WIDEST = 0.2  # share of all things that the wider kind of a thing may have
 
 LONGEST = 70  # characters of a definition
