@@ -183,17 +183,14 @@ def takes(action: argparse.Action, value: str) -> bool:
     """True if a misspelled flag with this value ("" for none) may have been meant as this flag."""
     if not value or value.startswith("--"):
         return True
-    if action.nargs == 0 or (value in ("True", "False") and not _is_switch(action)):
+    is_switch = action.const is not None or getattr(action.type, "__name__", "") == "string_to_bool"
+    if action.nargs == 0 or (value in ("True", "False") and not is_switch):
         return False
     try:
         converted = value if action.type is None else action.type(value)
     except (argparse.ArgumentTypeError, ValueError):
         return False
     return action.choices is None or converted in action.choices
-
-
-def _is_switch(action: argparse.Action) -> bool:
-    return action.const is not None or getattr(action.type, "__name__", "") == "string_to_bool"
 
 
 def _bounds_in(kind: object) -> Bounds | None:

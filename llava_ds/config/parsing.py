@@ -118,10 +118,9 @@ def build_parser(extensions: Iterable[str] = EXTENSIONS) -> HfArgumentParser:
         sections,
         description="Train a LLaVA.",
         epilog="SIGTERM, SIGINT, SIGUSR1 and a closed terminal (SIGHUP, without nohup) save at the next step and exit; "
-        f"a second SIGTERM or SIGINT exits at once. Exit codes: 0 finished, {EXIT_BAD_INPUT} the input can't be "
-        f"used, {EXIT_STOPPED} stopped on request: the same command resumes, {EXIT_NOT_RESUMABLE} stopped on "
-        "request, and the saved files can't be resumed from (--save_only_model, --save_strategy no) "
-        "(docs/checkpoints.md).",
+        f"a second SIGTERM or SIGINT exits at once. Exit codes: 0 finished, {EXIT_BAD_INPUT} the input can't be used, "
+        f"{EXIT_STOPPED} stopped on request: the same command resumes, {EXIT_NOT_RESUMABLE} stopped on request, and "
+        "the saved files can't be resumed from (--save_only_model, --save_strategy no) (docs/checkpoints.md).",
         allow_abbrev=False,
         add_help=False,
     )

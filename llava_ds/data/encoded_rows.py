@@ -129,7 +129,11 @@ def media_from_text(text: str) -> tuple[SizedMedia, ...]:
     """Parse the JSON written by media_to_text."""
     return tuple(
         SizedMedia(
-            Media(kind, tuple(FileRef(*ref) for ref in refs), _settings_in(rest)),
+            Media(
+                kind,
+                tuple(FileRef(*ref) for ref in refs),
+                tuple((name, value) for more in rest for name, value in more.get("settings", ())),
+            ),
             tuple(tuple(size) for size in sizes),
             tuple(tuple(numbers) for more in rest for numbers in more.get("boxes", ())),
             next((_footage(*more["footage"]) for more in rest if "footage" in more), None),
@@ -143,10 +147,6 @@ def _footage(num_frames: int, rate: float) -> "Footage":
     from llava_ds.videos import Footage
 
     return Footage(num_frames, rate)
-
-
-def _settings_in(rest: list[dict]) -> tuple[tuple[str, float], ...]:
-    return tuple((name, value) for more in rest for name, value in more.get("settings", ()))
 
 
 def media_of_text(text: str) -> list[Media]:

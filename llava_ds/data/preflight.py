@@ -1,10 +1,8 @@
 """Check and encode every record before the model is built, with a reason for each rejected record."""
 
-import gc
 import itertools
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -32,6 +30,7 @@ from llava_ds.data.seen_files import SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
 from llava_ds.extensions.active import record_fields
 from llava_ds.layouts import ImageText, MediaLayout
+from llava_ds.runtime.main_thread import no_collection
 from llava_ds.runtime.ranks import printable
 
 Row = dict[str, object]  # a row of ROWS, with "seen" for COLUMNS, and "input_ids", "labels" and "weights" in full
@@ -68,7 +67,7 @@ class Checker:
         return rows.append(pa.field(FIELDS, pa.string())) if record_fields() else rows
 
     def __call__(self, records: pa.Table) -> pa.Table:
-        with _without_collector():
+        with no_collection():  # records make no cycles, and a collection visits every object of every library
             parts = [self._rows(records.slice(first, last - first)) for first, last in _parts(records.column("text"))]
         return pa.concat_tables(parts)
 
@@ -200,18 +199,6 @@ class Checker:
             return "its last answer weighs 0, and no other is learned"
         limit = self.encoder.options.max_length
         return f"the first {limit} tokens contain no answer" if coded.truncated else "no answer has a text"
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Pause garbage collection: records make no cycles, and a collection visits every object of every library."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @dataclass

@@ -14,10 +14,9 @@ V1_SYSTEM = (
 V0_SYSTEM = V1_SYSTEM.replace("user", "human")
 # No space after "language.", as in LLaVA.
 MMTAG_SYSTEM = (
-    "A chat between a curious user and an artificial intelligence assistant. "
-    "The assistant is able to understand the visual content that the user provides, and assist the user with a variety "
-    "of tasks using natural language."
-    "The visual content will be provided with the following format: <Image>visual content</Image>."
+    "A chat between a curious user and an artificial intelligence assistant. The assistant is able to understand the "
+    "visual content that the user provides, and assist the user with a variety of tasks using natural language.The "
+    "visual content will be provided with the following format: <Image>visual content</Image>."
 )
 VISION_SYSTEM = (
     "You are a helpful language and vision assistant. You are able to understand the visual content that the user "

@@ -20,21 +20,17 @@ def mark_checkpointed_layers(
     """
     every = args.training.gradient_checkpointing_every_n_layers
     block = ds_config.get("activation_checkpointing") if switched_on(ds_config) else None
+    tower_trains = "vision_tower" in trained_parts(args.model) | adapted_parts(args.model)
     parts, counts = {}, []
     for name, each in all_models(model).items():
         whose = name and f"{name}'s "
         parts[f"{whose}language model"] = each.language_model
         counts.append(checkpoint_layers(each.language_model, every, block))
-        if "vision_tower" in trained_parts(args.model) | adapted_parts(args.model) and _has_any(each.vision_tower):
+        if tower_trains and next(each.vision_tower.parameters(), None) is not None:  # None on later pipeline stages
             parts[f"{whose}vision tower"] = each.vision_tower.tower
             counts.append(checkpoint_layers(each.vision_tower.tower, every))
     lines = [f"{count} layers of the {name} are checkpointed" for name, count in zip(parts, counts)]
     return parts, lines if args.training.gradient_checkpointing == "all" else []
-
-
-def _has_any(part: nn.Module) -> bool:
-    """True if this rank has parameters of the part."""
-    return next(part.parameters(), None) is not None
 
 
 def checkpoint_layers(part: nn.Module, every: int = 1, block: dict | None = None) -> int:

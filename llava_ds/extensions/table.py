@@ -54,8 +54,7 @@ EXTENSIONS: dict[str, Trigger] = {
     "preference": Trigger(
         "the better of two answers: direct preference optimisation, and reward models",
         "beta loss_type label_smoothing rpo_alpha simpo_gamma cpo_alpha desirable_weight undesirable_weight "
-        "share_prompts no_share_prompts "
-        "ref_model_name_or_path reward_loss center_rewards_coefficient",
+        "share_prompts no_share_prompts ref_model_name_or_path reward_loss center_rewards_coefficient",
         adds={
             "objective": {
                 "dpo": "the chosen of two answers, from records with chosen and rejected",

@@ -9,7 +9,6 @@ from llava_ds.runtime.ranks import format_ranks
 SLOW_FACTOR = 1.5  # minimum ratio of its working time to that of other ranks in the same steps
 LEAST_BUSY = 0.5  # minimum busy fraction: a rank that waits more than half of its time slows nobody down
 
-
 MOST_IN_A_MESH = 64  # up to this many ranks, every rank hears every other
 PHASES = ("start", "step", "evaluation", "save", "export", "done")
 

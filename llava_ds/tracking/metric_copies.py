@@ -31,16 +31,12 @@ class MetricsTable:
                 append(self.path, as_csv(rows, self.columns))
                 return
             stored = read_metrics(self.log)
-            self.columns = columns_of((stored or rows)[-1])  # a full disk may have kept all rows out of the log
+            row = (stored or rows)[-1]  # a full disk may have kept all rows out of the log
+            self.columns = [name for name, each in row.items() if name == "lr" or not isinstance(each, (list, dict))]
             write_whole(self.path, ",".join(self.columns) + "\n" + as_csv(stored, self.columns))
             self.follows = True
         except OSError:
             self.follows = False  # metrics.jsonl, on the same disk, reports the error
-
-
-def columns_of(row: dict) -> list[str]:
-    """Return the names of the scalars (or nulls) in a row of metrics.jsonl, and lr, which may be a list."""
-    return [name for name, value in row.items() if name == "lr" or not isinstance(value, (list, dict))]
 
 
 def as_csv(rows: Iterable[dict], columns: list[str]) -> str:

@@ -18,11 +18,6 @@ def room_of(path: Path) -> str:
     return "run" if parts[0] == "run" else parts[1]
 
 
-def is_extensions(path: Path) -> bool:
-    """True for a file in an extension's folder: nothing imports these, and each may be deleted."""
-    return path.relative_to(ROOT).parts[1] == "extensions" and path.parent.name != "extensions"
-
-
 def imported_rooms(source: str) -> set[str]:
     """Return the rooms that a file imports from, also inside functions; without imports for types only."""
     names, tree = [], ast.parse(source)
@@ -42,7 +37,9 @@ def room_imports() -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for path in [*(ROOT / "llava_ds").rglob("*.py"), *(ROOT / "run").rglob("*.py")]:
         room = room_of(path)
-        if room != "__init__" and not is_extensions(path):
+        # nothing imports an extension's files, and each extension may be deleted
+        is_extension = room == "extensions" and path.parent.name != "extensions"
+        if room != "__init__" and not is_extension:
             graph.setdefault(room, set()).update(imported_rooms(path.read_text(encoding="utf-8")) - {room})
     return graph
 

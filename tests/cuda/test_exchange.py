@@ -54,7 +54,7 @@ def test_forward_and_backward_of_a_part(group, rank, family, change):
             if change == "recomputed":
                 checkpoint_layers(model.language_model)
             if change == "tiled":
-                tiles = pytest.importorskip("llava_ds.extensions.mlp_tiles.tiles")
+                tiles = pytest.importorskip("llava_ds.extensions.mlp_tiles.extension")
                 tiles.tile_mlps(model.language_model, 5)
         batch = part.pin_memory().to(torch.device("cuda"))
         loss, by_source = model(batch, SummedLoss(1))

@@ -10,7 +10,7 @@ from extension_there import if_there
 from gpu_lane import OUTPUT, REHEARSED, ROOT, curve, logit_difference, rows, run_script, trained
 from launching import ds_config
 
-from llava_ds.extensions.benchmarks.bootstrap import OVERALL
+from llava_ds.extensions.benchmarks.score_table import OVERALL
 
 pytestmark = pytest.mark.gpu
 

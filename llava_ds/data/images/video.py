@@ -40,7 +40,7 @@ def footage(ref: FileRef, options: ImageOptions) -> tuple[Footage, Size]:
     if first is None:
         raise DataError(f"{ref.path} is a video without frames: replace it or leave it out")
     width, height = _bounded(ref, first.width, first.height, options.max_pixels)
-    return Footage(count, rate), (height, width) if _is_on_its_side(first) else (width, height)
+    return Footage(count, rate), (height, width) if round(first.rotation) % 180 == 90 else (width, height)
 
 
 def frames(ref: FileRef, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
@@ -106,10 +106,6 @@ def _rate_of(times: list[int | None], time_base: Fraction) -> float | None:
     if len(times) < 2 or None in times or max(times) == min(times):
         return None
     return (len(times) - 1) / float((max(times) - min(times)) * time_base)
-
-
-def _is_on_its_side(frame) -> bool:
-    return round(frame.rotation) % 180 == 90
 
 
 def _bounded(ref: FileRef, width: int, height: int, max_pixels: int) -> Size:

@@ -31,6 +31,7 @@ OPTIONAL_FIELDS = (*FIELDS_OF_ALL, "input", "history", "margin")  # may appear o
 _IMAGE_KEY = re.compile("image|img|picture|photo|video", re.IGNORECASE)
 _IMAGE_NAME = re.compile("(?:image|img|picture|photo)s?[ _-]?(?:id|name|idx|index|no)s?", re.IGNORECASE)  # not a path
 _OPTION_KEY = re.compile("A|(?:choice|option)_?(?:a|1)", re.IGNORECASE)  # column of the first choice
+_CHOICE = re.compile(r"\(?([A-Ja-j]|\d{1,2})[).]?")
 MIN_BASE64 = 64  # characters: file names never begin like this
 ALPACA_QUESTION = {"instruction", "input"}
 IMAGE_ENDINGS = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
@@ -102,7 +103,9 @@ def detect(first: FirstRecords, columns: Columns, options: SourceOptions, path: 
     if options.are_labelled:
         used, columns = (*used, *_labelled_answers(first, columns, path)), replace(columns, label=GOOD_ANSWER_KEYS)
     if found != "preference":
-        _refuse_pairs(first.records, columns.only(used), path)
+        problems = [pair_problem(record, columns.only(used)) for record in first.records]
+        if problems and None not in problems:
+            raise ConfigError(f"{path}: the first of its records {problems[0]}")
     if "answer" in used and not {field for field, _ in options.columns} & set(ANSWERS):
         _refuse_choices(first, columns, path)
     seen = _seen(first.records, columns.only(used), path)
@@ -219,13 +222,6 @@ def _is_said(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _refuse_pairs(records: list[dict], read: Columns, path: str) -> None:
-    """Raise ConfigError if the first records are pairs of answers. read: the columns that are read."""
-    problems = [pair_problem(record, read) for record in records]
-    if records and None not in problems:
-        raise ConfigError(f"{path}: the first of its records {problems[0]}")
-
-
 def _refuse_several(records: list[dict], columns: Columns, path: str) -> None:
     """Raise ConfigError if most records have two fields that could be the question, or the answer."""
     for what, fields in (("question", QUESTIONS), ("answer", ANSWERS)):
@@ -251,18 +247,12 @@ def _refuse_choices(first: FirstRecords, columns: Columns, path: str) -> None:
         for _, name in present(record, columns, ANSWERS):
             answers.setdefault(name, []).append(record[name])
     for name, values in answers.items():
-        if all(map(_is_choice, values)):
+        if all(type(each) is int or (isinstance(each, str) and _CHOICE.fullmatch(each)) for each in values):
             raise ConfigError(
                 f"{path}: its answers under {name!r}, such as {short(values[0])}, are numbers or letters of "
                 f"{choices!r}, and the question does not show these: write questions and answers as texts, or name the "
                 "answers with --data_columns answer=… to learn them unchanged"
             )
-
-
-def _is_choice(answer: object) -> bool:
-    return type(answer) is int or (
-        isinstance(answer, str) and re.fullmatch(r"\(?([A-Ja-j]|\d{1,2})[).]?", answer) is not None
-    )
 
 
 def _refuse_unread_images(first: FirstRecords, columns: Columns, path: str) -> None:

@@ -38,11 +38,6 @@ MAX_HEADER_CHARS = 1 << 20  # longest line of a CSV's column names
 _TOO_MANY_CELLS = "has {} cells, but the header has {}: put texts that contain the separator in quotes"
 
 
-def parquet_columns(path: str) -> list[str]:
-    """Column names of a parquet file. Raises DataError if it is not parquet."""
-    return parquet_schema(path).names
-
-
 def parquet_schema(path: str) -> pyarrow.Schema:
     """Names and types of the columns of a parquet file. Raises DataError if it is not parquet."""
     return _open_parquet(path).schema_arrow

@@ -259,11 +259,6 @@ def _unpadded(box: Box, size: tuple[float, float]) -> Box:
     return (box[0] * side - left, box[1] * side - top, box[2] * side - left, box[3] * side - top)
 
 
-def _unresized(box: Box, size: tuple[float, float], resized: tuple[float, float]) -> Box:
-    """Convert a box in pixels of the resized image to pixels of the original."""
-    return _scaled((box[0] / resized[0], box[1] / resized[1], box[2] / resized[0], box[3] / resized[1]), 1, size)
-
-
 # Box units of models; each function converts a box to pixels of the original image, given the (width, height) before
 # and after the model's resize.
 BOX_UNITS: dict[str, Callable[[Box, tuple[float, float], tuple[float, float]], Box]] = {
@@ -272,7 +267,8 @@ BOX_UNITS: dict[str, Callable[[Box, tuple[float, float], tuple[float, float]], B
     "0_to_1_padded": lambda box, size, _: _unpadded(box, size),
     "0_to_1000": lambda box, size, _: _scaled(box, 1 / 1000, size),
     "pixels": lambda box, size, _: box,
-    "resized_pixels": _unresized,  # Qwen2.5-VL's training format
+    # Qwen2.5-VL's training format
+    "resized_pixels": lambda box, size, resized: _scaled([n / side for n, side in zip(box, resized * 2)], 1, size),
     "0_to_1000_y_first": lambda box, size, _: _scaled((box[1], box[0], box[3], box[2]), 1 / 1000, size),  # Gemma 4's
 }
 

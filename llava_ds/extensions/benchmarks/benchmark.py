@@ -33,11 +33,6 @@ LLAVA_KEYS = ("question_id", "image", ASKED)
 Options = dict[str, str]  # texts by letter
 
 
-def ask_shortly(record: dict, options: Options) -> str:
-    """Return the line after a question: it requests an option's letter, or a word or phrase."""
-    return LETTER_ONLY if options else SHORT
-
-
 @dataclass(frozen=True)
 class Benchmark:
     """A benchmark's declaration.
@@ -52,7 +47,7 @@ class Benchmark:
     metric: str
     reference: Callable[[dict, Options], object]
     kinds: Callable[[dict], Iterable[object]] = lambda record: ()
-    ask: Callable[[dict, Options], str] = ask_shortly
+    ask: Callable[[dict, Options], str] = lambda record, options: LETTER_ONLY if options else SHORT
     keys: tuple[str, ...] = (QUESTION, ANSWER)
     splits: tuple[str, ...] = ("test",)
     prepare: Callable[["Benchmark", Given], list[dict]] | None = None

@@ -19,7 +19,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.sources.embedded import IMAGES, REFERENCE, REJECTED, ImageStore, Row, spooled
 from llava_ds.data.sources.options import Columns, short
-from llava_ds.data.sources.tables import open_saved, parquet_columns, read_parquet, read_saved
+from llava_ds.data.sources.tables import open_saved, parquet_schema, read_parquet, read_saved
 from llava_ds.extensions.benchmarks.benchmark_files import (
     ImageFolder,
     checked_records,
@@ -63,7 +63,7 @@ def read_table(path: str, what: str, keys: tuple[str, ...], splits: tuple[str, .
         rows = partial(read_saved, str(folder), _columns(open_saved(str(folder)).column_names))
     else:
         files = _parquet_files(path, splits)
-        names = {name: None for file in files for name in parquet_columns(str(file))}
+        names = {name: None for file in files for name in parquet_schema(str(file)).names}
         rows = partial(read_parquet, tuple(map(str, files)), _columns(list(names)))
     return checked_records(path, what, _spooled_records(files, rows, cache_dir), keys)
 

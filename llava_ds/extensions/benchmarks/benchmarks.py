@@ -70,10 +70,6 @@ def _mmmu_kinds(record: dict) -> tuple[str, ...]:
     return (subject, _DISCIPLINE_OF[subject]) if subject in _DISCIPLINE_OF else (subject,)
 
 
-def _mmmu_reference(record: dict, options: Options) -> dict[str, object]:
-    return {"answer": letter_of(record, options) if options else texts_of(record), "options": options}
-
-
 # --- ChartQA ----------------------------------------------------------------------------------------------------------
 
 
@@ -318,7 +314,10 @@ BENCHMARKS = {
     "mmmu": Benchmark(
         "MMMU",
         "mmmu",
-        _mmmu_reference,
+        lambda record, options: {
+            "answer": letter_of(record, options) if options else texts_of(record),
+            "options": options,
+        },
         _mmmu_kinds,
         keys=("id", "question", "answer"),
         splits=("validation",),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.sources.options import short
-from llava_ds.extensions.benchmarks.benchmark import ASKED, LETTER_ONLY, Benchmark, Options, letter_of
+from llava_ds.extensions.benchmarks.benchmark import ASKED, LETTER_ONLY, Benchmark, letter_of
 from llava_ds.extensions.benchmarks.benchmark_files import (
     Given,
     annotations_of,
@@ -75,7 +75,7 @@ def _mmbench_records(benchmark: Benchmark, given: Given) -> list[dict]:
     """Read an MMBench TSV, with all rounds of a question if present; later rounds refer to the first round's image."""
 
     def of_row(row: dict) -> dict:
-        record = {key: cell for key, cell in row.items() if not _is_absent(cell)}
+        record = {key: cell for key, cell in row.items() if str(cell).strip().lower() not in ("", "nan", "none")}
         options = "\n".join(f"{letter}. {record[letter]}" for letter in "ABCD" if letter in record)
         hint = f"{record['hint']}\n" if "hint" in record else ""
         text = f"{hint}{record.get('question')}\n{options}{LETTER_ONLY}"
@@ -91,14 +91,6 @@ def _index(text: str) -> int:
         raise DataError(f"has the index {short(text)}, expected a number") from None
 
 
-def _is_absent(cell: object) -> bool:
-    return cell is None or (isinstance(cell, str) and cell.strip().lower() in ("", "nan", "none"))
-
-
-def _mmbench_reference(record: dict, options: Options) -> list[object]:
-    return [record["index"] % ROUND, letter_of(record, options), options]
-
-
 SCIENCEQA = Benchmark(
     "ScienceQA",
     "choice",
@@ -111,7 +103,7 @@ SCIENCEQA = Benchmark(
 MMBENCH = Benchmark(
     "MMBench",
     "circular",
-    _mmbench_reference,
+    lambda record, options: [record["index"] % ROUND, letter_of(record, options), options],
     lambda record: (record.get("category"), record.get("l2-category")),
     keys=("index", "question", "A", "B", "image"),
     splits=("dev",),

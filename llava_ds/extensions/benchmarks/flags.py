@@ -22,9 +22,8 @@ class Flags(ExtensionFlags):
     eval_tasks: str | None = _tasks(
         None,
         "YAML file of benchmarks under names that you choose, each with run/evaluate.py's task, data_path, "
-        "image_folder, "
-        "metric and limit (docs/benchmarks.md): they are answered and scored at every evaluation, and the scores "
-        "are logged under these names.",
+        "image_folder, metric and limit (docs/benchmarks.md): they are answered and scored at every evaluation, and "
+        "the scores are logged under these names.",
         path="file",
     )
 

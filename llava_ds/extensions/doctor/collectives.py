@@ -24,8 +24,7 @@ REMEDIES = {
     "gloo": "set GLOO_SOCKET_IFNAME=lo to test the network; the machine's name must resolve to one of its "
     "own addresses",
     "nccl": "NCCL_DEBUG=INFO shows how far it gets; NCCL_P2P_DISABLE=1 tests whether the GPUs' direct path is "
-    "at fault; "
-    "in a container, --ipc=host and --ulimit memlock=-1 are needed",
+    "at fault; in a container, --ipc=host and --ulimit memlock=-1 are needed",
 }
 
 

@@ -152,7 +152,8 @@ class StoppedText:
             self._pass_on(text[: min(places)])
             return
         longest = min(max(map(len, self._stops), default=1) - 1, len(text))
-        kept = next((n for n in range(longest, 0, -1) if self._begins_a_stop(text[len(text) - n :])), 0)
+        begins = (n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stops))
+        kept = next(begins, 0)
         self._held = text[len(text) - kept :]
         self._pass_on(text[: len(text) - kept])
 
@@ -160,9 +161,6 @@ class StoppedText:
         """Flush the held-back text at the end of the answer."""
         self._pass_on(self._held)
         self._held = ""
-
-    def _begins_a_stop(self, text: str) -> bool:
-        return any(stop.startswith(text) for stop in self._stops)
 
     def _pass_on(self, text: str) -> None:
         if text:

@@ -73,8 +73,7 @@ def _words(text: str) -> str:
     if marks:
         raise DataError(
             f"the question contains {IMAGE_TOKEN}, a placeholder for an image: leave it out, images are given "
-            "separately "
-            f"(\\{IMAGE_TOKEN} is the word)"
+            f"separately (\\{IMAGE_TOKEN} is the word)"
         )
     return text
 

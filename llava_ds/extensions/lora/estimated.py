@@ -32,15 +32,11 @@ def packed(model: LlavaModel, args: ModelArguments) -> tuple[set[str], int, floa
 def widths(language_model: nn.Module, text: PreTrainedConfig, args: ModelArguments) -> dict[str, int]:
     """Return the widths of a layer's LoRA, by the names of TextShape."""
     layers, flags = [layer for _, layer in lora_layers(language_model)], own(args)
+    experts = experts_per_token(text) if any(hasattr(layer, "parameter_name") for layer in layers) else 1
     of_layer = {
-        "adapter_rank": sum(layer.r[ADAPTER] * _times_per_token(layer, text) for layer in layers),
+        "adapter_rank": sum(each.r[ADAPTER] * (experts if hasattr(each, "parameter_name") else 1) for each in layers),
         "adapter_dropped": sum(layer.in_features for layer in layers) if flags.lora_dropout else 0,
         "adapter_scaled": sum(layer.out_features for layer in layers) if flags.use_dora else 0,
     }
     read = max((layer.base_layer.weight.numel() for layer in layers), default=0) if flags.use_dora else 0
     return {**{name: count // text.num_hidden_layers for name, count in of_layer.items()}, "adapter_read": read}
-
-
-def _times_per_token(layer: nn.Module, text: PreTrainedConfig) -> int:
-    """Return how often a layer's LoRA processes a token: for experts, the number of experts per token."""
-    return experts_per_token(text) if hasattr(layer, "parameter_name") else 1

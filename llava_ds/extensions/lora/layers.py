@@ -205,7 +205,7 @@ def lora_layout(
 def _llavas_names(args: ModelArguments) -> Callable[[str], str]:
     def rename(name: str) -> str:
         if name.startswith(formats.TOWER):
-            return formats.tower_to_llava(name)
+            return formats.LLAVA_TOWER + name.removeprefix(formats.TOWER)
         return formats.projector_to_llava(name, args.mm_projector_type)
 
     return rename

@@ -12,9 +12,8 @@ def problems(config: dict, has_router_loss: bool, upcycles: bool, ep_size: int) 
     """Yield a line per problem, except for problems of the optimizer. config: the JSON with its values filled in."""
     if has_router_loss and (switch := switched_on(config)) is not None:
         yield (
-            f"{SECTION}.{switch} is set in the DeepSpeed JSON, and its checkpointing keeps no gradient of the "
-            "routers' choices, but --router_aux_loss_coef needs it: remove the section, and give "
-            "--gradient_checkpointing all"
+            f"{SECTION}.{switch} is set in the DeepSpeed JSON, and its checkpointing keeps no gradient of the routers' "
+            "choices, but --router_aux_loss_coef needs it: remove the section, and give --gradient_checkpointing all"
         )
     flag = "--moe_enable is True" if ep_size == 1 else f"--ep_size is {ep_size}"
     if (upcycles or ep_size > 1) and value_at(config, "zero_optimization.stage") == 3:

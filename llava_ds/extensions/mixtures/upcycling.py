@@ -197,9 +197,8 @@ def trained_of(names: list[str], train_modules: str | None) -> set[str]:
         found |= named
     if not any(expert_of(name) for name in found):
         raise ConfigError(
-            f"--train_modules {train_modules} leaves all experts frozen, but DeepSpeed's optimizers need some to"
-            " train: "
-            "add a matrix of the experts"
+            f"--train_modules {train_modules} leaves all experts frozen, but DeepSpeed's optimizers need some to "
+            "train: add a matrix of the experts"
         )
     return found
 

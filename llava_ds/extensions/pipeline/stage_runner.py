@@ -11,6 +11,7 @@ Source of the schedule: arXiv 2104.04473, 2.2.1.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -71,46 +72,26 @@ def without_images(batch: Batch, options: ImageOptions, layouts: Sequence[MediaL
     return batch, []
 
 
-class ParallelUnit:
-    """The "mpu" object that DeepSpeed queries, with Megatron's names: pipeline stages are its model parallelism.
+def parallel_unit(mesh: Mesh, model: nn.Module) -> SimpleNamespace:
+    """Return the "mpu" object that DeepSpeed queries, with Megatron's names: stages are its model parallelism.
 
     model: this rank's stage.
     """
-
-    def __init__(self, mesh: Mesh, model: nn.Module) -> None:
-        self._mesh = mesh
-        for parameter in model.parameters():
-            parameter.model_parallel = True  # else DeepSpeed counts only the first stage's gradients
-
-    def get_data_parallel_group(self):
-        return self._mesh.data_group
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._mesh.grad_ranks
-
-    def get_data_parallel_rank(self) -> int:
-        return torch.distributed.get_rank(self._mesh.data_group)
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return torch.distributed.get_process_group_ranks(self._mesh.data_group)
-
-    def get_model_parallel_group(self):
-        return self._mesh.at("pp").group
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._mesh.at("pp").size
-
-    def get_model_parallel_rank(self) -> int:
-        return self._mesh.at("pp").index
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return 1
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return 0
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        return self._mesh.at("pp").size
+    for parameter in model.parameters():
+        parameter.model_parallel = True  # else DeepSpeed counts only the first stage's gradients
+    place = mesh.at("pp")
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: mesh.data_group,
+        get_data_parallel_world_size=lambda: mesh.grad_ranks,
+        get_data_parallel_rank=lambda: torch.distributed.get_rank(mesh.data_group),
+        get_data_parallel_group_ranks=lambda: torch.distributed.get_process_group_ranks(mesh.data_group),
+        get_model_parallel_group=lambda: place.group,
+        get_model_parallel_world_size=lambda: place.size,
+        get_model_parallel_rank=lambda: place.index,
+        get_tensor_model_parallel_world_size=lambda: 1,
+        get_tensor_model_parallel_rank=lambda: 0,
+        get_pipeline_model_parallel_world_size=lambda: place.size,
+    )
 
 
 def build(model: LlavaModel, plan: ModelPlan, args: ModelArguments, mesh: Mesh) -> list[str]:
@@ -125,7 +106,7 @@ def build(model: LlavaModel, plan: ModelPlan, args: ModelArguments, mesh: Mesh) 
 
 def options(model: nn.Module, mesh: Mesh) -> dict[str, object]:
     """Return the arguments of deepspeed.initialize for stages."""
-    return {"mpu": ParallelUnit(mesh, model)}
+    return {"mpu": parallel_unit(mesh, model)}
 
 
 def started(engine, mesh: Mesh) -> None:

@@ -143,7 +143,7 @@ def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.dis
             layers[n] = _Elsewhere()
     if not model.stage.is_last:
         model.short_last_layer = False
-        model.end = _pass_hidden
+        model.end = lambda hidden, *_: hidden  # (1, T, D) for the next stage, with any head
         trunk.norm = _Elsewhere()
         model.language_model.set_output_embeddings(_Elsewhere())
         if hasattr(model, "value_head"):
@@ -163,11 +163,6 @@ def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.dis
 def _begin_from_hidden(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, object]]:
     """Return the previous stage's hidden states instead of embeddings, and the layers' other arguments."""
     return batch.extra[HIDDEN], model.layer_options(batch)
-
-
-def _pass_hidden(hidden: torch.Tensor, *_: object) -> torch.Tensor:
-    """Return the hidden states (1, T, D) for the next stage, with any head."""
-    return hidden
 
 
 def stage_of_parameters(model: nn.Module, counts: list[int]) -> dict[str, int]:

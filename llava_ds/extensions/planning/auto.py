@@ -42,10 +42,6 @@ class Data:
     supervised_fraction: float
     share: int
 
-    def shared_by(self, sp: int) -> "Data":
-        """Return one rank's share if sp ranks share samples."""
-        return dataclasses.replace(self, longest_sample=-(-self.longest_sample // sp), share=-(-self.share // sp))
-
 
 @dataclass(frozen=True)
 class Devices:
@@ -69,7 +65,7 @@ def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices
     """
     training = resolved.args.training
     sp, weight_bytes = resolved.args.ranks_per_token, resolved.dtype.itemsize
-    data = data.shared_by(sp)
+    data = dataclasses.replace(data, longest_sample=-(-data.longest_sample // sp), share=-(-data.share // sp))
     bound = training.tokens_per_micro_batch
     accumulated = (resolved.config.get("data_types") or {}).get("grad_accum_dtype")
     setup = Setup(

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 
 from llava_ds.config.arguments import Arguments
 from llava_ds.extensions.base import Drawing
-from llava_ds.extensions.planning.fit import GB, MB, Run, verdict
+from llava_ds.extensions.planning.fit import GB, Run, verdict
 from llava_ds.extensions.planning.memory import estimate
 from llava_ds.extensions.planning.speed import Load, Machine, step_time
+from llava_ds.tracking.wording import num_bytes
 
 PARTS = ("frozen_models", "gathered_weights", "cache", "prompts", "logits")  # causes of memory use
 LOGIT_BYTES = 44  # logits, two in fp32, and four in fp64: probabilities, their sums by row and by answer
@@ -140,15 +141,15 @@ def drawing_of(run: Run, args: Arguments) -> DrawingStep | None:
 def drawing_lines(step: DrawingStep, gpu_memory: float | None, seconds: dict[str, float] | None = None) -> list[str]:
     """Describe memory and, if known, the time of a step in words."""
     drawn, memory = step.drawn, step.memory()
-    parts = ", ".join(f"{name.replace('_', ' ')} {_size(memory[name])}" for name in PARTS if memory.get(name))
+    parts = ", ".join(f"{name.replace('_', ' ')} {num_bytes(memory[name])}" for name in PARTS if memory.get(name))
     peak = max(memory["drawing"], memory["training"])
     fits = "" if gpu_memory is None else f"; in {gpu_memory / GB:g} GB: {verdict(peak, gpu_memory)}"
-    where = "drawn by the server" if drawn.by_server else f"drawing {_size(memory['drawing'])}"
+    where = "drawn by the server" if drawn.by_server else f"drawing {num_bytes(memory['drawing'])}"
     lines = [
         f"a step draws {drawn.answers} answers of at most {drawn.new_tokens:,} tokens to each of {drawn.prompts:,} "
         f"prompts a rank, of at most {step.prompt:,} tokens, {drawn.at_once:,} prompts at once",
-        f"memory of a rank: {where}{f' ({parts})' if parts else ''}, training pass {_size(memory['training'])} with "
-        f"{step.run.batch.num_tokens:,} tokens a micro-batch{fits}",
+        f"memory of a rank: {where}{f' ({parts})' if parts else ''}, training pass {num_bytes(memory['training'])} "
+        f"with {step.run.batch.num_tokens:,} tokens a micro-batch{fits}",
     ]
     if seconds:
         named = ", ".join(f"{name} {value:.3g}" for name, value in seconds.items() if value)
@@ -157,7 +158,3 @@ def drawing_lines(step: DrawingStep, gpu_memory: float | None, seconds: dict[str
             "all weights once for the answers drawn at once"
         )
     return lines
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / GB:.3g} GB" if num_bytes >= GB else f"{num_bytes / MB:.3g} MB"

@@ -13,14 +13,14 @@ from llava_ds.data.step_plan import StepPlan
 from llava_ds.export.trial import try_export
 from llava_ds.extensions.planning.auto import run_on_ranks
 from llava_ds.extensions.planning.drawing import drawing_lines, drawing_of
-from llava_ds.extensions.planning.fit import GB, Run, advice, description, table, verdict
+from llava_ds.extensions.planning.fit import Run, advice, description, table, verdict
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_details, print_first
 from llava_ds.tracking.data_page import in_terminal
 from llava_ds.tracking.run_files import read_run
 from llava_ds.tracking.sample_text import shown_sample
 from llava_ds.tracking.series import is_number
-from llava_ds.tracking.wording import duration
+from llava_ds.tracking.wording import duration, num_bytes
 from llava_ds.train.plan import Plan
 
 LONGEST_TEXT = 800  # characters of a sample to show
@@ -38,7 +38,8 @@ def show_dry_run(plan: Plan, ranks: Ranks) -> int:
     trial = partial(try_export, plan.export, plan.output_dir, dry_run=True)
     export = [broadcast_from_first(ranks, trial)] if plan.export.is_whole_model else []
     if ranks.is_first:
-        gpu, host = memory_of_gpu(ranks), float(psutil.virtual_memory().available)
+        device, host = ranks.device, float(psutil.virtual_memory().available)
+        gpu = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
         step_s = measured_step_s(plan.output_dir, done)
         batch = first_batch(steps, done, plan.model.tokenizer)  # decodes its images, to find bad ones here
         print_first(conclusion(planned, gpu, host, (done, steps.num_steps), steps.batch_size, step_s))
@@ -99,7 +100,7 @@ def conclusion(
     host_word = verdict(on_host, host_memory) if on_host else "fits"
     words = [host_word] if gpu_memory is None else [verdict(estimate.total, gpu_memory), host_word]
     state = next(text for word, text in STATES.items() if word in words)
-    host = f"{_size(on_host)} of {_size(host_memory)} free on this machine: {host_word}"
+    host = f"{num_bytes(on_host)} of {num_bytes(host_memory)} free on this machine: {host_word}"
     parts = [] if gpu_memory is None else [advice(run, gpu_memory)]
     parts += [host] if on_host else []
     count = f"{total:,} optimizer steps" if done == 0 else f"{total - done:,} of {total:,} optimizer steps left,"
@@ -117,12 +118,3 @@ def measured_step_s(output_dir: Path, from_step: int) -> float | None:
         row["step_time_s"] for row in run.metrics if row["step"] <= from_step and is_number(row.get("step_time_s"))
     ]
     return statistics.median(times) if times else None
-
-
-def memory_of_gpu(ranks: Ranks) -> float | None:
-    """Return the bytes of this rank's GPU; None on a CPU."""
-    return torch.cuda.get_device_properties(ranks.device).total_memory if ranks.device.type == "cuda" else None
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / GB:.3g} GB" if num_bytes >= GB else f"{num_bytes / 1e6:.3g} MB"

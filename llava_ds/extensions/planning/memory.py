@@ -211,7 +211,7 @@ def _replicated(shape: ModelShape, placement: ZeroPlacement, setup: Setup, activ
 def _sharded_optimizer(shape: ModelShape, placement: ZeroPlacement, setup: Setup, activations: int) -> Estimate:
     w, copies = setup.weight_bytes, shape.copies(setup.ranks)
     # Each group is padded to a multiple of two elements per rank (nccl_start_alignment_factor).
-    flat = [_padded(sum(group), 2 * ranks) for group, ranks in zip(shape.groups, copies)]
+    flat = [-(-sum(group) // (2 * ranks)) * 2 * ranks for group, ranks in zip(shape.groups, copies)]
     partitions = [size // ranks for size, ranks in zip(flat, copies)]
     owned = sum(partitions)
     # Gradients accumulated in another precision are in a flat buffer of the partition's size.
@@ -294,10 +294,6 @@ def _most_held(groups: tuple[tuple[int, ...], ...], partitions: list[int]) -> in
 def _packed_bytes(shape: ModelShape, ranks: int = 1) -> int:
     """Return the bytes of packed weights, sharded over the ranks, and of their unsharded scales."""
     return int(sum(shape.packed) * (shape.packed_bits / ranks + shape.scale_bits) / 8)
-
-
-def _padded(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
 
 
 def _ranks_of_a_node(setup: Setup) -> int:

@@ -345,7 +345,9 @@ def _widths_of_layers(text: PreTrainedConfig, args: Arguments) -> list[tuple[int
 
     Heads too wide for every kernel need one key per query: SDPA's kernel for them requires it.
     """
-    found, layers, saving = [], layer_configs(text), _saving_width(text, args)
+    found, layers = [], layer_configs(text)
+    saving = (width(text, UNEVEN) for width in _functions("saving_width", args, text))
+    saving = next((width for width in saving if width is not None), mlp_width(text))
     doubled = getattr(text, "num_kv_shared_layers", None) if getattr(text, "use_double_wide_mlp", False) else 0
     for i, layer in enumerate(layers):
         heads = getattr(layer, "num_attention_heads", 1)
@@ -391,12 +393,6 @@ def _add_critic(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, arg
     for add in _functions("add", args, text):
         add(model.critic, tower.architecture, text, args.model)
     choose_trainable(model.critic, args)
-
-
-def _saving_width(text: PreTrainedConfig, args: Arguments) -> int:
-    """Return TextShape.intermediate of a layer."""
-    found = (width(text, UNEVEN) for width in _functions("saving_width", args, text))
-    return next((width for width in found if width is not None), mlp_width(text))
 
 
 def _has_llamas_layers(language_model: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llava_ds.batch import Batch
 from llava_ds.config.arguments import Arguments
+from llava_ds.config.properties import Feature, clashes, features
 from llava_ds.constants import ConfigError
 from llava_ds.data.collate import LoadedSample
 from llava_ds.export.bit_check import Written
@@ -16,7 +17,6 @@ from llava_ds.export.tensors import Entry
 from llava_ds.extensions.ready import outer_inputs
 from llava_ds.extensions.ready.family import ReadyModel
 from llava_ds.extensions.ready.ready_vision import ReadyVision, plan_vision
-from llava_ds.extensions.ready.refusals import expert_problems, ready_problems
 from llava_ds.extensions.ready.tensor_names import ReadyNames
 from llava_ds.files.processor_files import processor_template
 from llava_ds.geometry import ImageOptions
@@ -25,6 +25,33 @@ from llava_ds.model.families.language import has_state
 from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.model.open.tower import read_processor, read_whole_processor
 from llava_ds.tokenizer import read_tokenizer
+
+# Flags of LLaVA's own composition and templates; a ready model's files decide these.
+COMPOSING_FLAGS = (
+    "vision_tower", "mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature", "s2", "s2_scales",
+    "mm_native_resolution",
+    "pretrain_mm_mlp_adapter", "version", "mm_use_im_start_end", "mm_use_im_patch_token", "split_special_tokens",
+    "mm_patch_merge_type", "image_aspect_ratio", "image_grid_pinpoints", "fast_image_decoding",
+)  # fmt: skip
+
+
+def ready_problems(args: Arguments, kind: str) -> list[str]:
+    """Return a line for every flag that a ready model ignores, and for every feature without support yet."""
+    given = [name for name in COMPOSING_FLAGS if name in args.given and name != "version"]
+    given += ["version"] * ("version" in args.given and args.model.version != "processor")
+    problems = expert_problems(args)
+    if given:
+        problems.append(
+            f"{', '.join(f'--{name}' for name in given)}: the files of {kind} define how images and conversations are "
+            "prepared: leave them out"
+        )
+    return problems
+
+
+def expert_problems(args: Arguments) -> list[str]:
+    """Return a line for every feature that puts experts into the model."""
+    needs = {"routerless_mlps": "others are untested with it"}
+    return clashes([*features(args), Feature("a ready model", needs)])
 
 
 class ReadyArchitecture(ReadyModel):

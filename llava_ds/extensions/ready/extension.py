@@ -1,12 +1,14 @@
 """Folders of ready models, by the model_type of their config.json."""
 
+from functools import partial
+
 from transformers import PreTrainedConfig
 
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.base import Extension
 from llava_ds.extensions.ready.architecture import ReadyArchitecture
 from llava_ds.extensions.ready.known_families import NEEDED, NOT_YET, READY, family_of
-from llava_ds.extensions.ready.tensor_names import language_model_rename, read_ready
+from llava_ds.extensions.ready.tensor_names import but_output, read_ready
 from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.model.open.folder import FLAG, ModelFolder, language_model_source
 from llava_ds.model.open.weights import Source
@@ -30,7 +32,8 @@ class Folders:
         family = family_of(kind)
         ready, text, names = read_ready(family, path, config, self.missing(config), where)
         renames = names.renames()
-        rename = language_model_rename(renames["language_model"], names.is_tied)
+        rename = renames["language_model"]
+        rename = partial(but_output, rename) if names.is_tied else rename
         return ModelFolder(
             path,
             f"a ready model of {family.name} ({kind})",

@@ -24,7 +24,6 @@ from PIL import Image
 from torch import nn
 from transformers import AutoImageProcessor, PreTrainedConfig
 
-from llava_ds.batch import Batch
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, ConfigError, DataError
 from llava_ds.data.collate import LoadedSample, collate
@@ -74,7 +73,6 @@ TALKS = (
     (((40, 30, 5), (30, 40), (20, 20, 2)), (("<image> and <image>", "One."), ("<image>\nWhen?", "Now."))),
 )
 VIDEO_RATE = 4.0  # frames a second
-
 
 Shown = Image.Image | list[Image.Image]  # an image, or a video's frames
 
@@ -293,7 +291,8 @@ def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSam
     logits, loss, largest = _one_by_one(outer, ready.family, samples, pixels)
     own = model(batch)
     own.backward()
-    found = _at_targets(model, batch)
+    with torch.no_grad():
+        found = model(batch, Logits(batch.target_positions))
     expected = torch.cat([each for each in pixels if each is not None])
     layouts = [layout for sample in samples for _, layout in sample.media]
     gradient, parameter = _worst_gradient(model, given, names)
@@ -349,11 +348,6 @@ def _one_by_one(
         total, largest = total + loss.item(), max(largest, logits.abs().max().item())
         found.append(logits[kept].detach())
     return torch.cat(found), total, largest
-
-
-@torch.no_grad()
-def _at_targets(model: LlavaModel, batch: Batch) -> torch.Tensor:
-    return model(batch, Logits(batch.target_positions))
 
 
 def _worst_gradient(model: LlavaModel, given: dict[str, nn.Parameter], names: ReadyNames) -> tuple[float, str]:

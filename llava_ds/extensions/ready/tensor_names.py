@@ -8,7 +8,7 @@ names.
 import copy
 import json
 from collections.abc import Callable, Iterable
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -167,11 +167,7 @@ def names_in_folder(names: ReadyNames, on_disk: Iterable[str]) -> dict[str, str]
     return found
 
 
-def language_model_rename(rename: Callable[[str], str | None], is_tied: bool) -> Callable[[str], str | None]:
-    """Return the language model's renaming function, without the output layer if it is tied to the embedding."""
-    return partial(_but_output, rename) if is_tied else rename
-
-
-def _but_output(rename: Callable[[str], str | None], on_disk: str) -> str | None:
+def but_output(rename: Callable[[str], str | None], on_disk: str) -> str | None:
+    """Rename a language model's tensor, but not a tied output layer's."""
     name = rename(on_disk)
     return None if name == "lm_head.weight" else name

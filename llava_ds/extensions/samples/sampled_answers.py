@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from llava_ds.batch import Batch
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
@@ -117,7 +116,9 @@ def answers(runner: Runner, prompts: list[SampleQuestion], decoding: Decoding, r
         with waiting("the questions on their way to the device"):
             batch = batch.to(ranks.device)
         with queuing():
-            logits = runner.forward(engine, batch, _next_logits)  # (B, V)
+            logits = runner.forward(
+                engine, batch, lambda engine, batch: engine(batch, Logits(batch.cu_seqlens[1:].long() - 1))
+            )  # (B, V)
         chosen = batch.cu_seqlens[1:].long() if logits is None else logits.argmax(-1)
         if ranks.world_size > 1:  # ranks on different hardware may round differently
             torch.distributed.broadcast(chosen, src=ranks.world_size - 1)
@@ -132,10 +133,6 @@ def answers(runner: Runner, prompts: list[SampleQuestion], decoding: Decoding, r
                 going.remove(i)
     engine.train()
     return [decoding.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in decoded]
-
-
-def _next_logits(engine, batch: Batch) -> torch.Tensor:
-    return engine(batch, Logits(batch.cu_seqlens[1:].long() - 1))
 
 
 def _continued(sample: LoadedSample, decoded: list[int]) -> LoadedSample:

@@ -15,10 +15,6 @@ def _one(config: PreTrainedConfig) -> int:
     return 1
 
 
-def _none(config: PreTrainedConfig) -> int:
-    return 0
-
-
 @dataclass(frozen=True)
 class TowerFamily:
     """A family of transformers' vision models.
@@ -35,7 +31,7 @@ class TowerFamily:
     name: str
     patch_embedding: str
     norm: str
-    first_tokens: Callable[[PreTrainedConfig], int] = _none
+    first_tokens: Callable[[PreTrainedConfig], int] = lambda config: 0
     crops: bool = False
     any_size: Callable[[PreTrainedConfig], bool] = lambda config: False
     any_shape: bool = False
@@ -60,18 +56,13 @@ def _with_registers(config: PreTrainedConfig) -> int:
     return 1 + config.num_register_tokens
 
 
-def _dinos_mlp(config: PreTrainedConfig) -> int:
-    return int(config.hidden_size * config.mlp_ratio)
-
-
-def _dinos_problem(config: PreTrainedConfig) -> str:
-    return "its MLPs have gates (use_swiglu_ffn): these are not supported" if config.use_swiglu_ffn else ""
-
-
 _CLIPS = {"patch_embedding": "embeddings.patch_embedding", "norm": "post_layernorm", "in_hf": "vision_model."}
 _DINOV2S = {
     "patch_embedding": "embeddings.patch_embeddings.projection", "norm": "layernorm", "crops": True,
-    "any_size": lambda config: True, "mlp_width": _dinos_mlp, "problem": _dinos_problem,
+    "any_size": lambda config: True, "mlp_width": lambda config: int(config.hidden_size * config.mlp_ratio),
+    "problem": lambda config: (
+        "its MLPs have gates (use_swiglu_ffn): these are not supported" if config.use_swiglu_ffn else ""
+    ),
 }  # fmt: skip
 # Keys: model_type of a vision model's own configuration.
 TOWERS = {

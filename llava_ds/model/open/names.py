@@ -90,11 +90,6 @@ def language_model_from_disk(name: str, trunk: str = "model") -> str | None:
     return name if name.startswith((f"{trunk}.", "lm_head.")) else f"{trunk}.{name}"
 
 
-def tower_to_llava(name: str) -> str:
-    """Map "vision_tower.tower.x" to its name in LLaVA's whole models and in adapter folders."""
-    return LLAVA_TOWER + name.removeprefix(TOWER)
-
-
 def language_model_from_llava(name: str, trunk: str = "model") -> str | None:
     """Map a name in LLaVA's format to the language model's; None for LLaVA's other parts."""
     beside = name.startswith(("model.mm_", "model.vision_", "model.image_"))

@@ -167,7 +167,7 @@ def small_copy(config: PreTrainedConfig, twice: bool = False) -> PreTrainedConfi
         "eos_token_id": 0,
         **dict.fromkeys((*MLP_WIDTHS, *other_widths), WIDTH),
     }
-    key_heads_of = {count: max(1, num_heads * count // heads) for count in _key_heads(layers)}
+    key_heads_of = {count: max(1, num_heads * count // heads) for _, count in map(_heads_of, layers) if count}
     if key_heads is not None:
         changes["num_key_value_heads"] = key_heads_of[key_heads]
     if state_heads := getattr(config, "linear_num_key_heads", None):
@@ -202,10 +202,6 @@ def small_copy(config: PreTrainedConfig, twice: bool = False) -> PreTrainedConfi
 def _heads_of(layer: PreTrainedConfig) -> tuple[int | None, int | None]:
     """Return the width of a layer's heads and its number of key heads, from its configuration."""
     return getattr(layer, "head_dim", None), getattr(layer, "num_key_value_heads", None)
-
-
-def _key_heads(layers: list[PreTrainedConfig]) -> set[int]:
-    return {count for _, count in map(_heads_of, layers) if count is not None}
 
 
 def _build(config: PreTrainedConfig, attention_name: str) -> nn.Module:

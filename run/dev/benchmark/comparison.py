@@ -72,9 +72,8 @@ def refuse_different(runs: list[Run], what: str) -> dict[str, float]:
         if not difference <= LARGEST_DIFFERENCE:  # also true for NaN
             raise ConfigError(
                 f"{what}: {name} differs by {difference:.1e} between {', '.join(sorted({run.side for run in runs}))}; "
-                f"rounding explains at most {LARGEST_DIFFERENCE:g}: they do not train the same, so their times "
-                "can't be "
-                "compared"
+                f"rounding explains at most {LARGEST_DIFFERENCE:g}: they do not train the same, so their times can't "
+                "be compared"
             )
     return found
 

@@ -19,7 +19,6 @@ from tiny_model.texts import (
     chat_document,
     choose_by_answer,
     describe,
-    plain_document,
     quiz_document,
 )
 from tiny_model.weights_half import save_half
@@ -118,7 +117,8 @@ def _documents(rng, recipe, progress):
         scenes = [sample_scene(rng) for _ in range(recipe.chats_per_batch)]
         return [chat_document(scene, rng, style, recipe.turns_per_chat, with_system) for scene in scenes]
     if kind == "plain":
-        return [plain_document(sample_scene(rng), rng, style) for _ in range(recipe.plains_per_batch)]
+        scenes = [sample_scene(rng) for _ in range(recipe.plains_per_batch)]
+        return [[*describe(scene, rng, style), Span(caption(scene, rng) + "\n", 1.0)] for scene in scenes]
     scenes = [sample_scene(rng) for _ in range(recipe.quizzes_per_batch)]
     return [quiz_document(scene, rng, style, comparisons=kind == "comparisons") for scene in scenes]
 

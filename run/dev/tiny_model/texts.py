@@ -35,11 +35,6 @@ class Span:
     words: tuple = ()  # per position: a tuple of (word, weight)
 
 
-def plain_document(scene, rng, style):
-    """Return the spans of a stage-1 document: a description, then a caption of the same scene and a line end."""
-    return [*describe(scene, rng, style), Span(caption(scene, rng) + "\n", 1.0)]
-
-
 def quiz_document(scene, rng, style, comparisons):
     """Return the spans of a description and of a list of the shortest possible questions about it.
 

@@ -26,8 +26,7 @@ from llava_ds.extensions.benchmarks.answers import Part, answer_rows, answered, 
 from llava_ds.extensions.benchmarks.answers_identity import identity_of, model_digest
 from llava_ds.extensions.benchmarks.asking import ask, open_batches, plan_batches
 from llava_ds.extensions.benchmarks.benchmark_files import Given
-from llava_ds.extensions.benchmarks.bootstrap import estimates
-from llava_ds.extensions.benchmarks.score_table import as_json, table
+from llava_ds.extensions.benchmarks.score_table import as_json, estimates, table
 from llava_ds.extensions.benchmarks.scores import Scored, exact_match, shown_reference, yes_no
 from llava_ds.extensions.benchmarks.tasks import read_questions
 from llava_ds.extensions.infer.engines import EngineOptions

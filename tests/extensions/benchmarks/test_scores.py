@@ -13,12 +13,11 @@ from llava_ds.boxes import THOUSANDTHS, BoxFormat
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.extensions.benchmarks.answer_rules import BOX_UNITS, mmmu_letter, named_box
 from llava_ds.extensions.benchmarks.benchmarks import BENCHMARKS
-from llava_ds.extensions.benchmarks.bootstrap import estimates
 from llava_ds.extensions.benchmarks.caption_words import caption_words
 from llava_ds.extensions.benchmarks.normalise import evalai_answer, vqa_answer
 from llava_ds.extensions.benchmarks.option_letters import matched_letter, named_letter, says_yes
 from llava_ds.extensions.benchmarks.question import Question, with_resized_sizes
-from llava_ds.extensions.benchmarks.score_table import as_json
+from llava_ds.extensions.benchmarks.score_table import as_json, estimates
 from llava_ds.extensions.benchmarks.scores import METRICS, metric_of, reference_for
 from llava_ds.extensions.infer.generate import Prompt
 

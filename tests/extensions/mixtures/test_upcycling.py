@@ -18,7 +18,7 @@ from llava_ds.extensions.active import text_part
 from llava_ds.extensions.mixtures.experts import Stacked, from_disk
 from llava_ds.extensions.mixtures.kinds import EXPERTS, is_upcycled
 from llava_ds.extensions.mixtures.mixture import Gates, choose_experts
-from llava_ds.extensions.mixtures.native_mixture import native_config, native_name
+from llava_ds.extensions.mixtures.text import native_config, native_name
 from llava_ds.extensions.mixtures.upcycled import Mixture, expert_layers, expert_of
 from llava_ds.extensions.mixtures.upcycling import check_stage, trained_of, upcycle, upcycled_config
 from llava_ds.model import attention

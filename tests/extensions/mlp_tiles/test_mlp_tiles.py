@@ -8,8 +8,8 @@ from ds_json import arguments
 from transformers import AutoModelForCausalLM
 
 from llava_ds.constants import ConfigError
+from llava_ds.extensions.mlp_tiles.extension import tile_mlps
 from llava_ds.extensions.mlp_tiles.flags import Flags
-from llava_ds.extensions.mlp_tiles.tiles import tile_mlps
 
 TOKENS = 50
 

@@ -22,7 +22,7 @@ def line(
 
 def test_on_a_cpu_the_ranks_share_the_machines_memory():
     assert line().startswith("dry run: ready. 40 optimizer steps of 16 samples on 2 ranks. Memory: ")
-    assert line().endswith(f"{2 * NEEDED / GB:.3g} GB of 1e+03 GB free on this machine: fits")
+    assert line().endswith(f"{2 * NEEDED / GB:.3g} GB of 1 TB free on this machine: fits")
     assert line(host=2 * NEEDED + 1).startswith("dry run: may run out of memory.")
     assert line(host=1.9 * NEEDED).startswith("dry run: would run out of memory.")
 

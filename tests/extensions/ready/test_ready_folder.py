@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments, trained_parts
 from llava_ds.constants import ConfigError
-from llava_ds.extensions.ready.refusals import COMPOSING_FLAGS
+from llava_ds.extensions.ready.architecture import COMPOSING_FLAGS
 from llava_ds.extensions.ready.tensor_names import ReadyNames, names_in_folder
 from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.model.open.folder import read_folder, take_from_model

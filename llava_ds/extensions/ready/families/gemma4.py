@@ -170,10 +170,6 @@ def _features(tower: nn.Module, pixels: torch.Tensor, tower_inputs: dict) -> tor
     return scaled.to(hidden.dtype)[:, None]
 
 
-def _sees_images(config: PreTrainedConfig) -> bool:
-    return config.text_config.use_bidirectional_attention == "vision"
-
-
 def _prompt_mask(
     config: PreTrainedConfig, embeds: torch.Tensor, mask: torch.Tensor, is_image: torch.Tensor
 ) -> torch.Tensor | dict[str, torch.Tensor]:
@@ -208,7 +204,7 @@ FAMILY = ReadyFamily(
     videos=_videos,
     processed=_processed,
     build_tower=_build_tower,
-    has_image_blocks=_sees_images,
+    has_image_blocks=lambda config: config.text_config.use_bidirectional_attention == "vision",
     blocks_need_windows=True,
     casts_pixels=False,
     beside=("model.audio_tower.", "model.embed_audio."),

@@ -3,7 +3,7 @@
 
 from functools import partial
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import (
     PatchMerger,
@@ -13,17 +13,13 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 
 from llava_ds.boxes import BoxFormat
 from llava_ds.extensions.ready.families import qwen_vl
-from llava_ds.extensions.ready.family import VISION, ReadyFamily, TileSpec
+from llava_ds.extensions.ready.family import VISION, ReadyFamily
 
 
 class Qwen2VLForCausalLM(qwen_vl.CausalTrunk):
     """Qwen2-VL's language model with its output layer."""
 
     config_class, trunk = Qwen2VLTextConfig, Qwen2VLTextModel
-
-
-def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: PreTrainedTokenizerBase) -> TileSpec:
-    return qwen_vl.cell_tiles(config, images, processor, tokenizer)
 
 
 def _build_connector(config: PreTrainedConfig) -> PatchMerger:
@@ -40,18 +36,9 @@ def _shrink(config: PreTrainedConfig) -> None:
 FAMILY = ReadyFamily(
     name="Qwen2-VL",
     model_types=("qwen2_vl",),
-    vision=qwen_vl.VISION,
-    connector={f"{qwen_vl.VISION}.merger": ""},
-    trunk=qwen_vl.TRUNK,
-    tiles=_tiles,
+    **qwen_vl.COMMON,
+    tiles=qwen_vl.cell_tiles,
     build_connector=_build_connector,
-    features=qwen_vl.features,
-    connect=qwen_vl.merge,
-    patch_embedding=lambda tower: tower.patch_embed.proj,
-    outer_inputs=qwen_vl.outer_inputs,
-    resample=3,  # bicubic
-    processed=qwen_vl.processed,
-    videos=qwen_vl.videos,
     build_tower=partial(qwen_vl.build_tower, Qwen2VisionTransformerPretrainedModel),
     text_models=(Qwen2VLForCausalLM,),
     is_flat=True,

@@ -110,18 +110,13 @@ def _shrink(config: PreTrainedConfig) -> None:
 FAMILY = ReadyFamily(
     name="Qwen3-VL",
     model_types=("qwen3_vl",),
-    vision=qwen_vl.VISION,
-    connector={f"{qwen_vl.VISION}.{name}": f"{name}." for name in MERGERS},
-    trunk=qwen_vl.TRUNK,
+    **qwen_vl.COMMON
+    | {
+        "connector": {f"{qwen_vl.VISION}.{name}": f"{name}." for name in MERGERS},
+        "connect": lambda connector, config, features: connector(features),
+    },
     tiles=_tiles,
     build_connector=Mergers,
-    features=qwen_vl.features,
-    connect=lambda connector, config, features: connector(features),
-    patch_embedding=lambda tower: tower.patch_embed.proj,
-    outer_inputs=qwen_vl.outer_inputs,
-    resample=3,  # bicubic
-    processed=qwen_vl.processed,
-    videos=qwen_vl.videos,
     build_tower=partial(_build_tower, Qwen3VLVisionModel),
     text_models=(Qwen3VLForCausalLM,),
     fed_layers=lambda config: len(config.vision_config.deepstack_visual_indexes),

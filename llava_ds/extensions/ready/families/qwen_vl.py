@@ -246,3 +246,11 @@ def merge(connector: nn.Module, config: PreTrainedConfig, features: torch.Tensor
     """Apply a merger: (N, 1, M * M * C) to (N, 1, D)."""
     patches = config.vision_config.spatial_merge_size**2
     return connector(features.reshape(-1, features.shape[-1] // patches))[:, None]
+
+
+# Fields of ReadyFamily.
+COMMON = {
+    "vision": VISION, "trunk": TRUNK, "connector": {f"{VISION}.merger": ""}, "connect": merge,
+    "patch_embedding": lambda tower: tower.patch_embed.proj, "features": features, "outer_inputs": outer_inputs,
+    "processed": processed, "videos": videos, "resample": 3,  # bicubic
+}  # fmt: skip

@@ -153,7 +153,7 @@ def counted(
                 model.critic = built(text, tower, args, short=True, value_head=True)
             for module in (model, *([model.critic] if has_critic else [])):
                 if mlp_tokens is not None:
-                    tiles = pytest.importorskip("llava_ds.extensions.mlp_tiles.tiles")
+                    tiles = pytest.importorskip("llava_ds.extensions.mlp_tiles.extension")
                     tiles.tile_mlps(module.language_model, mlp_tokens)
                 if recomputes:
                     checkpoint_layers(module.language_model)
