@@ -58,7 +58,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--best_of",
         type=number(Count),
         metavar="N",
-        help="draw N answers to each question (by --seed), and take the one with the highest score",
+        help="sample N answers to each question (by --seed), and take the one with the highest score",
     )
     add("--reward_model_name_or_path", type=given_path, help="folder of the reward model that scores --best_of")
     add(

@@ -154,8 +154,8 @@ class ExtensionFlags:
     chart, by name; compiles: layers may be compiled; fuses: text of the flag that fuses layer kernels; needs_text:
     useless for a model that generates no text; of_model: the flags define the model, and are also in
     ModelArguments.own; differs: why the exported model gives other logits than training, "" if it gives the same;
-    data_path: the source of takes_samples; judges: rewards drawn answers by the records' columns. keys: dotted keys of
-    the DeepSpeed JSON that set a flag; other_keys: other trainers' keys for it, in the form of UNSUPPORTED in
+    data_path: the source of takes_samples; judges: rewards answers by the records' columns. keys: dotted keys of the
+    DeepSpeed JSON that set a flag; other_keys: other trainers' keys for it, in the form of UNSUPPORTED in
     engine/ds_config/keys.py; other_names: other trainers' flag names, by flag; not_here: other trainers' flags without
     a counterpart, by reason.
     """

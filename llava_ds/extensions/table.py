@@ -64,7 +64,7 @@ EXTENSIONS: dict[str, Trigger] = {
         },
     ),
     "rl": Trigger(
-        "reinforcement learning: the model draws answers, and rewards judge them",
+        "reinforcement learning: the model samples answers, and rewards judge them",
         "beta loss_type reward_funcs reward_weights reward_model_name_or_path soft_punish_cache num_generations "
         "max_completion_length per_device_generation_batch_size vllm_server share_prompts no_share_prompts "
         "temperature top_k top_p dynamic_sample max_resample_times num_iterations epsilon epsilon_high "
@@ -76,7 +76,7 @@ EXTENSIONS: dict[str, Trigger] = {
         leaves="rollouts.jsonl",
         adds={
             "objective": {
-                "grpo": "answers that the model draws and rewards judge (run/rl.py, docs/rl.md)",
+                "grpo": "answers that the model samples and rewards judge (run/rl.py, docs/rl.md)",
                 "ppo": "the same with a critic",
             }
         },

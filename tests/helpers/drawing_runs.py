@@ -10,7 +10,7 @@ from launching import ds_config, toy_run
 TIMES = ("step_time_s", "data_wait_s", "tokens_per_s", "mfu", "peak_memory_bytes")
 RULES = '''
 def even(prompts, completions, references, ids):
-    """The share of letters in the first half of the alphabet: a random model draws answers of both kinds."""
+    """The share of letters in the first half of the alphabet: a random model samples answers of both kinds."""
     shares = []
     for text in completions:
         letters = [c for c in text.lower() if c.isalpha()]

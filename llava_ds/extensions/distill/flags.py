@@ -19,7 +19,7 @@ class Flags(ExtensionFlags):
     """Flags of distillation."""
 
     other_names: ClassVar = {"--teacher_model_name_or_path": "--teacher_model", "--gkd_logits_topk": "--loss_top_k"}
-    not_here: ClassVar = {"the teacher draws no answers": "--seq_kd"}
+    not_here: ClassVar = {"the teacher samples no answers": "--seq_kd"}
     numbers: ClassVar = {
         "divergence": Number("Divergence from the teacher, per token", "divergence {:.3g}"),
         "cross_entropy": Number("Cross-entropy of the trained answers, per token"),
@@ -36,7 +36,7 @@ class Flags(ExtensionFlags):
         0.5,
         "gkd: the divergence. 0: forward, KL(teacher || student); 1: reverse; between: generalised Jensen-Shannon.",
     )
-    temperature: Positive = _gkd(1.0, "gkd: divisor of both models' logits in the divergence, and of drawn answers.")
+    temperature: Positive = _gkd(1.0, "gkd: divisor of both models' logits in the divergence, and of sampled answers.")
     sft_alpha: Rate = _gkd(0.0, "gkd: weight of the cross-entropy of the records' answers, added to the divergence.")
 
     gkd_logits_topk: Count | None = _gkd(
@@ -45,11 +45,11 @@ class Flags(ExtensionFlags):
         "and train without the teacher in memory; all other tokens count as one. Absent: all tokens, from memory.",
     )
     lmbda: Part = _gkd(
-        0.0, "gkd: share of the steps that train on answers drawn by the student instead of the records' (λ)."
+        0.0, "gkd: share of the steps that train on answers sampled by the student instead of the records' (λ)."
     )
-    max_completion_length: Count = _gkd(256, "gkd with --lmbda: longest drawn answer in tokens.")
+    max_completion_length: Count = _gkd(256, "gkd with --lmbda: longest sampled answer in tokens.")
     per_device_generation_batch_size: Count = _gkd(
-        32, "gkd with --lmbda: prompts that a rank draws answers to at once.", resume="layout"
+        32, "gkd with --lmbda: prompts that a rank samples answers to at once.", resume="layout"
     )
 
     @property
@@ -68,8 +68,8 @@ class Flags(ExtensionFlags):
         if self.gkd_logits_topk:
             needs |= {"known_samples": "the teacher's numbers are written before", "whole_sample": "as it was read"}
         if self.lmbda:
-            needs |= {"known_samples": "prompts are encoded before", "plain_weights": "answers are drawn from them"}
-            needs |= dict.fromkeys(("whole_sample", "whole_matrices"), "answers are drawn on one rank")
+            needs |= {"known_samples": "prompts are encoded before", "plain_weights": "answers are sampled from them"}
+            needs |= dict.fromkeys(("whole_sample", "whole_matrices"), "answers are sampled on one rank")
         return ObjectiveTraits(needs=needs)
 
     def drawing(self, args: "Arguments") -> Drawing | None:

@@ -43,9 +43,9 @@ class Flags(ExtensionFlags):
             return
         if not args.traits.draws:
             kind = args.training.objective
-            yield f"--environment can't be used with --objective {kind}, which draws no answers: give grpo or ppo"
+            yield f"--environment can't be used with --objective {kind}, which samples no answers: give grpo or ppo"
             return
         if args.own["rl"].vllm_server is not None:
-            yield "--vllm_server can't be used with --environment: it draws one turn, from files: leave it out"
+            yield "--vllm_server can't be used with --environment: it samples one turn, from files: leave it out"
         if (ratio := args.data.image_aspect_ratio).startswith("anyres"):
             yield f"--image_aspect_ratio {ratio} can't be used with --environment: it cuts single images only, give pad"

@@ -144,17 +144,17 @@ def drawing_lines(step: DrawingStep, gpu_memory: float | None, seconds: dict[str
     parts = ", ".join(f"{name.replace('_', ' ')} {num_bytes(memory[name])}" for name in PARTS if memory.get(name))
     peak = max(memory["drawing"], memory["training"])
     fits = "" if gpu_memory is None else f"; in {gpu_memory / GB:g} GB: {verdict(peak, gpu_memory)}"
-    where = "drawn by the server" if drawn.by_server else f"drawing {num_bytes(memory['drawing'])}"
+    where = "sampled by the server" if drawn.by_server else f"sampling {num_bytes(memory['drawing'])}"
     lines = [
-        f"a step draws {drawn.answers} answers of at most {drawn.new_tokens:,} tokens to each of {drawn.prompts:,} "
-        f"prompts a rank, of at most {step.prompt:,} tokens, {drawn.at_once:,} prompts at once",
+        f"a step samples {drawn.answers} answers of at most {drawn.new_tokens:,} tokens to each of {drawn.prompts:,} "
+        f"prompts per rank, of at most {step.prompt:,} tokens, {drawn.at_once:,} prompts at once",
         f"memory of a rank: {where}{f' ({parts})' if parts else ''}, training pass {num_bytes(memory['training'])} "
-        f"with {step.run.batch.num_tokens:,} tokens a micro-batch{fits}",
+        f"with {step.run.batch.num_tokens:,} tokens per micro-batch{fits}",
     ]
     if seconds:
         named = ", ".join(f"{name} {value:.3g}" for name, value in seconds.items() if value)
         lines.append(
             f"seconds of a step: {sum(seconds.values()):.3g} ({named}), if no answer ends early and every token reads "
-            "all weights once for the answers drawn at once"
+            "all weights once for the answers sampled at once"
         )
     return lines

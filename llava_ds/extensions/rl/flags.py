@@ -205,7 +205,7 @@ class Flags(ExtensionFlags):
             "known_samples": "prompts are encoded before",
             "whole_sample": "its answers are scored there",
         }
-        needs |= {"whole_matrices": "answers are drawn on one rank", "plain_weights": "answers are drawn from them"}
+        needs |= {"whole_matrices": "answers are sampled on one rank", "plain_weights": "answers are sampled from them"}
         needs["dense_mlps"] = "it is untested with upcycled experts"
         rate = 3e-6 if objective == "ppo" else 1e-6
         return ObjectiveTraits(

@@ -62,7 +62,9 @@ def test_a_run_without_a_teacher_and_weights_on_nvme_are_refused(tmp_path):
     flags = ["--output_dir", "out", "--deepspeed_config", "zero2", "--objective", "gkd"]
     with pytest.raises(ConfigError, match="needs --teacher_model_name_or_path"):
         parse_arguments(flags)
-    with pytest.raises(ConfigError, match="unknown flag --seq_kd: leave it out, because the teacher draws no answers"):
+    with pytest.raises(
+        ConfigError, match="unknown flag --seq_kd: leave it out, because the teacher samples no answers"
+    ):
         parse_arguments([*flags, "--seq_kd", "True"])
     args = Arguments(ModelArguments(), DataArguments(), TrainingArguments(learning_rate=1e-3), frozenset())
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
@@ -95,7 +97,7 @@ def test_the_estimate_knows_the_teacher(tmp_path):
         ("--lmbda 1 --sft_alpha 0.1", "--sft_alpha has no effect with --lmbda 1"),
         ("--max_completion_length 8", "--max_completion_length has no effect without --lmbda"),
         ("--lmbda 0.5 --pipeline_parallel_size 2", "the teacher is not divided into stages"),
-        ("--lmbda 0.5 --tensor_parallel_size 2", "answers are drawn on one rank"),
+        ("--lmbda 0.5 --tensor_parallel_size 2", "answers are sampled on one rank"),
         ("--gkd_logits_topk 8 --sequence_parallel_size 2", "needs all tokens of a sample on one rank"),
         ("--lmbda 0.5 --on_loss_spike rewind", "--on_loss_spike rewind can't be used with --lmbda"),
         ("--lmbda 0.5 --stream True --max_steps 9", "prompts are encoded before"),

@@ -176,7 +176,7 @@ def rows_of(out: Path) -> list[dict[str, float]]:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["drawn", "kept"])
 def test_a_killed_run_ends_with_the_same_bits(folder, given, kind):
-    """Killed in steps on drawn answers, or with the teacher's numbers on disk, and resumed."""
+    """Killed in steps on sampled answers, or with the teacher's numbers on disk, and resumed."""
     more = {**KINDS[kind], **PACKED, "objective": "gkd", "max_steps": 2 * STEPS, "save_strategy": "steps"}
     more |= {"save_steps": 2, "max_completion_length": 24} if kind == "drawn" else {"save_steps": 2}
     whole, out = folder / f"{kind}-whole", folder / f"{kind}-killed"

@@ -1,4 +1,4 @@
-"""Steps on drawn answers: a record's conversation up to one of its answers, and the student's own answer to it."""
+"""Steps on sampled answers: a record's conversation up to one of its answers, and the student's own answer to it."""
 
 import contextlib
 from types import SimpleNamespace

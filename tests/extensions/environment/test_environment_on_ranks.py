@@ -141,11 +141,11 @@ def test_an_error_ends_the_run_on_every_rank_and_it_goes_on_from_its_checkpoint(
         (["--max_turns", "3"], "--max_turns has no effect without --environment"),
         (
             ["--environment", "e.py:E"],
-            "--environment can't be used with --objective sft, which draws no answers",
+            "--environment can't be used with --objective sft, which samples no answers",
         ),
         (
             ["--objective", "grpo", "--environment", "e.py:E", "--vllm_server", "http://127.0.0.1:1"],
-            "--vllm_server can't be used with --environment: it draws one turn, from files",
+            "--vllm_server can't be used with --environment: it samples one turn, from files",
         ),
         (
             ["--objective", "grpo", "--environment", "e.py:E", "--image_aspect_ratio", "anyres"],

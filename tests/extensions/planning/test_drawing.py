@@ -97,11 +97,11 @@ def test_the_lines_say_both_passes_and_the_assumption(planned):
     text = "\n".join(drawing_lines(step, 80e9, step.seconds(planned[2].load, planned[2].machine)))
     for part in (
         "8 answers of at most 256 tokens",
-        "drawing",
+        "sampling",
         "cache",
         "training pass",
         "fits",
         "no answer ends early",
     ):
         assert part in text
-    assert "drawn by the server" in drawing_lines(changed(planned, by_server=True), None)[1]
+    assert "sampled by the server" in drawing_lines(changed(planned, by_server=True), None)[1]

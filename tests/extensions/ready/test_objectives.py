@@ -136,7 +136,7 @@ def answered(ready, number: int, text: str) -> tuple[dict[str, torch.Tensor], to
 
 
 def drawn_inputs(ready, number: int, ids: tuple[int, ...]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The processor's inputs for a question, with the ids of a drawn answer appended, and a mask (T,) of these."""
+    """The processor's inputs for a question, with the ids of a sampled answer appended, and a mask (T,) of these."""
     inputs = read(ready, chat(ready, number), add_generation_prompt=True)
     length = inputs["input_ids"].shape[1]
     ends = {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(len(ids), dtype=torch.int64)}
