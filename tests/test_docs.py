@@ -11,6 +11,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import measure
 import pytest
 from launching import ROOT
 
@@ -99,6 +100,9 @@ def known(parsers) -> dict[str, set[str]]:
             if (ROOT / "run" / "dev" / name).exists()
         },
     }
+    for name, module in measure.MEASUREMENTS.items():
+        flags = measure.flags_of(getattr(importlib.import_module(f"measured.{module}"), name))
+        own.setdefault("measure.py", set()).update(flags._option_string_actions)
     theirs = {name: set(re.findall(r"[\"'](--[\w-]+)[\"']", path.read_text())) for name, path in sources.items()}
     # LLaVA's script, whose flags are ours, and ours under Slurm
     return {**own, **theirs, "train_mem.py": own["train.py"], "slurm.sh": own["train.py"], **OTHERS}

@@ -5,8 +5,7 @@ The plan depends on the samples' sizes alone, so every rank computes the same on
 A local search balances the packs, because every round takes as long as its slowest rank. Without it (heaviest sample
 first into the lightest pack, best fit where that breaks the bound), steps take 1 % longer at the median: 0 % where most
 packs are one sample, up to 6.5 % with one pack of 8,192 tokens per rank. Measured for 128 to 2,048 samples of
-LLaVA-1.5's mix of lengths, 8 to 64 ranks and bounds of 2,048 to 16,384 tokens (run/dev/measure.py packing --plain,
-commit cd84584a).
+LLaVA-1.5's mix of lengths, 8 to 64 ranks and bounds of 2,048 to 16,384 tokens (run/dev/measure.py packing --plain).
 """
 
 import bisect

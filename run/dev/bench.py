@@ -28,6 +28,8 @@ from pathlib import Path
 import torch
 from benchmark import comparison, preset
 from benchmark.comparison import PADDED, RECOMPUTED
+from benchmark.decoding_speed import measure_decoding
+from benchmark.loss_cost import measure_output_loss
 from benchmark.table import Row, Spread, markdown
 from benchmark.training import ROOT, TRAIN, Case, launch, run_case, sides_of, work_of_steps, write_case
 from benchmark.workload import Shape
@@ -194,6 +196,34 @@ def measure_loop(name: str, own: argparse.Namespace, folder: Path) -> Part:
     return Part([Row(what, values, "{:.2%}")], measured)
 
 
+def measure_loss(name: str, own: argparse.Namespace, folder: Path) -> Part:
+    """Compare the loss over supervised rows with the loss over all rows, at 32,000 ids, in this process."""
+    torch.set_num_threads(1)
+    rows, measured = [], []
+    for trains in (True, False):
+        found = measure_output_loss(trains=trains, repeats=own.rounds + 2, **({"num_tokens": 256} if own.quick else {}))
+        what = f"loss over supervised rows, output layer {'trained' if trains else 'frozen'}"
+        pairs = zip(found["all_seconds"]["full"], found["all_seconds"]["ours"])
+        rows.append(Row(f"{what}: times faster", Spread.of([full / ours for full, ours in pairs]), asked=6.0))
+        rows.append(Row(f"{what}: memory reduction factor", Spread.of([found["times_less_memory"]]), asked=6.0))
+        measured.append(found)
+    return Part(rows, measured)
+
+
+def measure_loader(name: str, own: argparse.Namespace, folder: Path) -> Part:
+    """Measure images per second per core: LLaVA's path, ours and the fast one, with new images in every round."""
+    size = {"num_images": 3, "seconds": 1.0} if own.quick else {"num_images": 12, "seconds": 30.0}
+    measured = [measure_decoding(**size, seed=number) for number in range(own.rounds)]
+    rows = []
+    for ratio in ("pad", "square"):
+        columns = {name: Spread.of([found[ratio][name] for found in measured]) for name in measured[0][ratio]}
+        for way, label in (("llava", "LLaVA's path"), ("ours", "exact"), ("fast", "--fast_image_decoding")):
+            rows.append(Row(f"images/s per core, {ratio}: {label}", columns[f"{way}_per_s"], "{:.0f}"))
+        rows.append(Row(f"{ratio}: --fast_image_decoding over LLaVA's path", columns["fast_over_llava"], asked=2.5))
+        rows.append(Row(f"{ratio}: its largest error, of 255 (target: at most 2)", columns["max_error"], "{:.0f}"))
+    return Part(rows, measured)
+
+
 def run_preset(name: str, own: argparse.Namespace, folder: Path) -> Part:
     """Run LLaVA-1.5-7B on one GPU, both stages; without a GPU, a toy model."""
     lines = [] if torch.cuda.is_available() else list(preset.NOT_MEASURED)
@@ -243,7 +273,9 @@ PARTS = {
     "stage2": compare_training,
     "stage1": compare_training,
     "ready": compare_training,
+    "loader": measure_loader,
     "loop": measure_loop,
+    "loss": measure_loss,
 }
 PRESETS = {"gpu-7b": run_preset}
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from auto_sizes import zero_of_auto
+from benchmark.loss_cost import PeakBytes
 from known_flags import needs
-from peak_bytes import PeakBytes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CLIPVisionConfig, LlamaConfig, Qwen2Config
 
