@@ -27,7 +27,7 @@ BARS = {
     "feature words": 61,
     "kernel files": 39,
     "kernel lines": 5819,
-    "all lines": 77051,
+    "all lines": 77991,
 }
 
 # What one reads to understand training.
