@@ -24,7 +24,7 @@ MOST_GPUS = 100_000
 SPEED_FLAGS = {
     "mean_sample_tokens": (AtLeastOne, "mean length of a sample with its images (default: --model_max_length)"),
     "tiles_per_sample": (Rate, "mean number of image tiles per sample (default: 1)"),
-    "useful_fraction": (PartAboveZero, "share of the computed tokens that are no padding (default: 1, as in packs)"),
+    "useful_fraction": (PartAboveZero, "share of the computed tokens that are not padding (default: 1, as in packs)"),
     "matmul_share": (PartAboveZero, "share of the GPU's peak that matrix products reach (default: depends on the GPU)"),
     "network_gbit": (Positive, "Gbit/s of all network cards of a node (default: as in the vendor's node, else 100)"),
     "overlap": (Part, "share of compute that can hide traffic, if DeepSpeed overlaps them (default: 0.8)"),
@@ -175,10 +175,10 @@ def auto_lines(args: "Arguments", run: Run, gpu_memory: float | None) -> list[st
     if not flags or run.batch is None:
         return []
     if gpu_memory is None and args.training.activation_memory_gb is None:
-        return [f"auto ({flags}) depends on memory: give --gpu_memory; without it, memory is taken as sufficient"]
+        return [f"auto ({flags}) depends on memory: give --gpu_memory; without it, memory is assumed to be enough"]
     tokens, recomputed = run.batch.num_tokens, run.batch.num_recomputed
     return [
-        f"auto ({flags}), as estimated: {tokens:,} tokens a micro-batch, {recomputed} of "
+        f"auto ({flags}), as estimated: {tokens:,} tokens per micro-batch, {recomputed} of "
         f"{run.shape.text.num_layers} layers are checkpointed"
     ]
 

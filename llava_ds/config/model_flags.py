@@ -95,8 +95,8 @@ class ModelArguments:
     chat_template_kwargs: str | None = _model(
         None,
         "Variables of a ready model's chat template, or of the tokenizer's with --version chat_template, as a JSON "
-        'object like {"enable_thinking": false}. The finished model keeps them in its chat template, so that all that '
-        "asks it does so under them.",
+        'object like {"enable_thinking": false}. The finished model keeps them in its chat template, so that every '
+        "program uses them.",
     )
     mm_use_im_start_end: bool = _model(
         False,

@@ -317,7 +317,7 @@ def _remedy(check: PromptCheck, with_thoughts: set[bool], of_record: bool = Fals
     tokenizer = check.encoder.tokenizer
     if names := read_variables(own_template(tokenizer), tokenizer):
         others.append(
-            f"give others than true and false to the template's variables ({', '.join(sorted(names))}) by --{FLAG}"
+            f"give values besides true and false to the template's variables ({', '.join(sorted(names))}) by --{FLAG}"
         )
     others.append("put another chat template into the model's folder (chat_template.jinja)")
     return ", or ".join(others)

@@ -58,7 +58,7 @@ EXTENSIONS: dict[str, Trigger] = {
         adds={
             "objective": {
                 "dpo": "the chosen of two answers, from records with chosen and rejected",
-                "kto": "good answers and not bad ones, from records with an answer and a label, or from the same",
+                "kto": "good answers, not bad ones, from records with a label, or with chosen and rejected",
                 "reward": "a score for answers, from the same records (docs/preference.md)",
             }
         },

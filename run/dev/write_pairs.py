@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--prefix", default="pairs")
-    parser.add_argument("--drawn_from", help="folder of the model that draws the rejected answers")
+    parser.add_argument("--drawn_from", help="folder of the model that samples the rejected answers")
     parser.add_argument("--drawn_kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--train", type=int, default=16_000)
     parser.add_argument("--heldout", type=int, default=2_000)

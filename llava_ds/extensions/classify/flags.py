@@ -18,7 +18,7 @@ _classify, _ = flags_of("classify", goes_with="classify")
 
 METRICS = ("accuracy",)  # besides the loss
 NEEDS = {
-    "known_samples": "labels are counted, and parts of a record found, before",
+    "known_samples": "labels and parts of records are counted first",
     "whole_sample": "the last token's hidden state is read there",
     "whole_layers": "it is untested with stages",
     "whole_matrices": "it is untested with parts of matrices",
@@ -35,7 +35,7 @@ class Flags(ExtensionFlags):
         "name the labels, with --labels": "--num_labels",
         "give --objective classify or embed": "--task_type",
     }
-    numbers: ClassVar = {"accuracy": Number("Share of samples that are right", "accuracy {:.1%}")}
+    numbers: ClassVar = {"accuracy": Number("Share of correct samples", "accuracy {:.1%}")}
 
     labels: str | None = _classify(
         None,

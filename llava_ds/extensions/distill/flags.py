@@ -41,7 +41,7 @@ class Flags(ExtensionFlags):
 
     gkd_logits_topk: Count | None = _gkd(
         None,
-        "gkd: keep so many of the teacher's most probable tokens with the encoded data, computed at the first start, "
+        "gkd: keep this many of the teacher's most probable tokens with the encoded data, computed at the first start, "
         "and train without the teacher in memory; all other tokens count as one. Absent: all tokens, from memory.",
     )
     lmbda: Part = _gkd(
@@ -63,12 +63,12 @@ class Flags(ExtensionFlags):
             return None
         needs = {
             "whole_layers": "the teacher is not divided into stages",
-            "dense_mlps": "it is not tried with these experts",
+            "dense_mlps": "it is untested with these experts",
         }
         if self.gkd_logits_topk:
-            needs |= {"known_samples": "the teacher's numbers are written before", "whole_sample": "as it was read"}
+            needs |= {"known_samples": "its probabilities are written first", "whole_sample": "as it was read"}
         if self.lmbda:
-            needs |= {"known_samples": "prompts are encoded before", "plain_weights": "answers are sampled from them"}
+            needs |= {"known_samples": "prompts are encoded first", "plain_weights": "answers are sampled from them"}
             needs |= dict.fromkeys(("whole_sample", "whole_matrices"), "answers are sampled on one rank")
         return ObjectiveTraits(needs=needs)
 
@@ -82,7 +82,7 @@ class Flags(ExtensionFlags):
         if self.teacher_model_name_or_path is None:
             yield "--objective gkd needs --teacher_model_name_or_path: name the folder of the teacher"
         if self.gkd_logits_topk and self.lmbda:
-            yield "--gkd_logits_topk has the teacher's numbers of the records' answers only: leave --lmbda out"
+            yield "--gkd_logits_topk has probabilities for the records' answers only: leave --lmbda out"
         if self.lmbda and args.rewinds:
             yield "--on_loss_spike rewind can't be used with --lmbda: leave one of them out"
         if self.lmbda == 1 and self.sft_alpha:

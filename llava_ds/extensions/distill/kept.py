@@ -82,7 +82,7 @@ def kept_teacher(plan: Plan, ranks: Ranks, mesh: Mesh) -> KeptTeacher:
     known = broadcast_from_first(ranks, path.is_file)
     if not known:
         check_shared_folder(dataset.folder, "--cache_dir", ranks)
-        with write_errors(dataset.folder, "the teacher's numbers"):
+        with write_errors(dataset.folder, "the teacher's probabilities"):
             write(path, LiveTeacher.opened(plan, ranks, mesh), kept, plan, ranks, mesh)
         gc.collect()  # the teacher
     print_first(f"the teacher's {kept:,} most probable tokens: {'' if known else 'written to '}{path}")
@@ -112,7 +112,7 @@ def write(path: Path, teacher: LiveTeacher, kept: int, plan: Plan, ranks: Ranks,
     with part.open("r+b") as file:
         for samples, micro in zip(of_rank, loaded):
             live = teacher.of(micro.batch)
-            with live.opened(), waiting("the teacher's numbers"):
+            with live.opened(), waiting("the teacher's probabilities"):
                 logs, ids = (each.cpu() for each in live.most_probable(kept))
             rows = torch.stack([ids.int() + 1, logs.view(torch.int32)], 1).numpy()
             for sample in (samples[place] for place in micro.places if mesh.shared_rank == 0):

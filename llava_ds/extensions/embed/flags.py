@@ -17,7 +17,7 @@ _embed, _ = flags_of("embed", goes_with="embed")
 
 METRICS = ("accuracy", "candidates")  # besides the loss; candidates: mean number compared with a query
 NEEDS = {
-    "known_samples": "labels are counted, and parts of a record found, before",
+    "known_samples": "labels and parts of records are counted first",
     "whole_sample": "the last token's hidden state is read there",
     "whole_layers": "it is untested with stages",
     "whole_matrices": "it is untested with parts of matrices",
@@ -31,7 +31,7 @@ class Flags(ExtensionFlags):
 
     of_model: ClassVar = True
     numbers: ClassVar = {
-        "accuracy": Number("Share of samples that are right", "accuracy {:.1%}"),
+        "accuracy": Number("Share of correct samples", "accuracy {:.1%}"),
         "candidates": Number("Candidates that a query is compared with"),
     }
 

@@ -21,7 +21,7 @@ class Flags(ExtensionFlags):
     environment: str | None = _environment(
         None,
         "grpo and ppo: file.py:Class, a Python class that is run with your rights and speaks between the model's turns "
-        "(docs/environment.md). --max_completion_length then bounds all that follows the prompt.",
+        "(docs/environment.md). --max_completion_length then limits everything after the prompt.",
     )
     max_turns: Count = _environment(4, "with --environment: turns of the model in an episode.")
     max_turn_length: Count | None = _environment(

@@ -162,7 +162,7 @@ def modelfile(export: ExportPlan, files: tuple[str, str]) -> str:
     rules = TEMPLATES[version]
     if export.template is None and rules.write is not None:
         lines += [
-            "# Images stand where [img] does, as in training on a line of their own: [img], a new line, the question."
+            "# Images are inserted at [img], in training on a line of their own: [img], a new line, the question."
         ]
         lines += [f'TEMPLATE """{_go_template(version)}"""']
         lines += [f'SYSTEM """{rules.system}"""'] if rules.system else []

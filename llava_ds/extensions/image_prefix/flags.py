@@ -18,7 +18,7 @@ class Flags(ExtensionFlags):
     """The flags of records about one image."""
 
     needs: ClassVar = {
-        "known_samples": "records of an image are found before",
+        "known_samples": "records of an image are grouped first",
         "routerless_mlps": "routers count the tokens of every record",
     }
 

@@ -20,5 +20,5 @@ class Flags(ExtensionFlags):
         0,
         "Steps between checks that only the optimizer changed weights, gradients and optimizer states, and that it "
         "updated every shard. Batches and speed of the ranks are checked in every step. A fault ends the run with rank "
-        "and step. 1: every step; 0: none of it (docs/integrity.md).",
+        "and step. 1: every step; 0: never (docs/integrity.md).",
     )

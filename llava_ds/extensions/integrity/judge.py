@@ -14,8 +14,8 @@ KINDS = {
     "gradient": "a gradient changed before the next pass or step read it",
     "state": "an optimizer state changed outside of the optimizer's step",
     "behind": "weights are not the rounded fp32 copies that its optimizer wrote: a stale shard",
-    "twice": "the micro-batches of an earlier step came again",
-    "missed": "the samples planned for this step did not come, but others",
+    "twice": "the micro-batches of an earlier step were repeated",
+    "missed": "this step got other samples than planned",
     "stale": "a stale shard: its optimizer states were not updated, or come from an earlier step",
     "differs": "a stale copy: its weights differ from the ones that the ranks' optimizers wrote",
 }

@@ -104,7 +104,7 @@ class Flags(ExtensionFlags):
         scores, needs = (
             objective == "reward",
             {
-                "known_samples": "pairs are encoded before",
+                "known_samples": "pairs are encoded first",
                 "dense_mlps": "it is untested with these experts",
             },
         )

@@ -202,7 +202,7 @@ class Flags(ExtensionFlags):
             return None
         needs = {
             "whole_layers": "",
-            "known_samples": "prompts are encoded before",
+            "known_samples": "prompts are encoded first",
             "whole_sample": "its answers are scored there",
         }
         needs |= {"whole_matrices": "answers are sampled on one rank", "plain_weights": "answers are sampled from them"}

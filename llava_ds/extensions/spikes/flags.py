@@ -30,7 +30,7 @@ class Flags(ExtensionFlags):
     )
     loss_spike_window: Annotated[int, Bounds(4, MOST)] = _spikes(
         128,
-        "Number of steps before that a loss is compared with; none is judged before half of them were taken.",
+        "Number of steps before that a loss is compared with; judging begins after half of them.",
         resume="rewind",
     )
 

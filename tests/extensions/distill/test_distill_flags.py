@@ -93,14 +93,14 @@ def test_the_estimate_knows_the_teacher(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--gkd_logits_topk 8 --lmbda 0.5", "--gkd_logits_topk has the teacher's numbers of the records' answers only"),
+        ("--gkd_logits_topk 8 --lmbda 0.5", "--gkd_logits_topk has probabilities for the records' answers only"),
         ("--lmbda 1 --sft_alpha 0.1", "--sft_alpha has no effect with --lmbda 1"),
         ("--max_completion_length 8", "--max_completion_length has no effect without --lmbda"),
         ("--lmbda 0.5 --pipeline_parallel_size 2", "the teacher is not divided into stages"),
         ("--lmbda 0.5 --tensor_parallel_size 2", "answers are sampled on one rank"),
         ("--gkd_logits_topk 8 --sequence_parallel_size 2", "needs all tokens of a sample on one rank"),
         ("--lmbda 0.5 --on_loss_spike rewind", "--on_loss_spike rewind can't be used with --lmbda"),
-        ("--lmbda 0.5 --stream True --max_steps 9", "prompts are encoded before"),
+        ("--lmbda 0.5 --stream True --max_steps 9", "prompts are encoded first"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(flags, expected):

@@ -15,8 +15,8 @@ WORDS = {
     "gradient": "a gradient changed",
     "state": "an optimizer state changed",
     "stale": "stale",
-    "twice": "came again",
-    "missed": "did not come",
+    "twice": "were repeated",
+    "missed": "other samples than planned",
     "slow": "is slow",
 }
 STAGES = {"zero0": (0, False), "zero2-bf16": (2, True), "zero3": (3, False)}

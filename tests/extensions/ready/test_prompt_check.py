@@ -380,7 +380,9 @@ def test_variables_that_are_no_truth_values_are_named(inspected, tmp_path):
         "{{ '<|im_start|>assistant\n<think>\n' + ('\n</think>\n\n' if effort == 'none' else '') }}",
     )
     ready_models.write_ready(tmp_path / "model", "qwen3_vl", template=source)
-    with pytest.raises(ConfigError, match=r"give others than true and false to the template's variables \(effort\) by"):
+    with pytest.raises(
+        ConfigError, match=r"give values besides true and false to the template's variables \(effort\) by"
+    ):
         inspected(tmp_path / "model", PLAIN)
     rows, _ = inspected(tmp_path / "model", PLAIN, "--chat_template_kwargs", '{"effort": "none"}')
     assert rows[0]["supervised_text"] == "A cat.<|im_end|>"
