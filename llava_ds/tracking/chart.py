@@ -53,7 +53,6 @@ def is_far_apart(values: Sequence[float]) -> bool:
 def line_chart(
     title: str,
     series: Sequence[Series],
-    shown: Callable[[float], str] = short,
     log: bool = True,
     from_zero: bool = False,
 ) -> str:
@@ -85,8 +84,8 @@ def line_chart(
         part = (scale(value) - scale(low)) / (scale(high) - scale(low))
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * part
 
-    parts = [_grid(ticks, y, shown), *_steps_axis(first, last, x), *(_curve(one, x, y) for one in drawn)]
-    told = f"{title}, steps {first:,} to {last:,}, {shown(min(values))} to {shown(max(values))}"
+    parts = [_grid(ticks, y), *_steps_axis(first, last, x), *(_curve(one, x, y) for one in drawn)]
+    told = f"{title}, steps {first:,} to {last:,}, {short(min(values))} to {short(max(values))}"
     told += ", log scale" if is_log else ""
     return f"<figure>{_caption(title, series, is_log)}{_svg(told, parts)}</figure>"
 
@@ -105,7 +104,7 @@ def bar_chart(title: str, edges: Sequence[float], counts: Sequence[int], unit: s
     def y(count: float) -> float:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * count / high
 
-    parts = [_grid(ticks, y, short)]
+    parts = [_grid(ticks, y)]
     for start, end, count in zip(edges, edges[1:], counts):
         told = f"{start:,} to {end:,} {unit}: {count:,}"
         wide = max(0.5, x(end) - x(start) - 1)
@@ -137,9 +136,9 @@ def _caption(title: str, series: Sequence[Series], is_log: bool = False) -> str:
     return f"<figcaption><span>{html.escape(title)}{scale}</span>{legend}</figcaption>"
 
 
-def _grid(ticks: list[float], y: Callable[[float], float], shown: Callable[[float], str]) -> str:
+def _grid(ticks: list[float], y: Callable[[float], float]) -> str:
     lines = "".join(f"M{LEFT} {y(tick):.1f}H{WIDTH - RIGHT}" for tick in ticks)
-    labels = "".join(_label(LEFT - 6, y(tick) + 3.5, shown(tick), "end") for tick in ticks)
+    labels = "".join(_label(LEFT - 6, y(tick) + 3.5, short(tick), "end") for tick in ticks)
     return f'<path class="grid" d="{lines}"/>{labels}'
 
 

@@ -129,9 +129,9 @@ def text_of(record: dict, names: str) -> str:
     return value.strip()
 
 
-def texts_of(record: dict, names: str = ANSWER) -> list[str]:
-    """Return a record's answers. Raises DataError if it has none."""
-    texts = [str(each) for each in listed(value_of(record, names)) if each is not None]
+def texts_of(record: dict, options: Options | None = None) -> list[str]:
+    """Return a record's answers, whatever its options. Raises DataError if it has none."""
+    texts = [str(each) for each in listed(value_of(record, ANSWER)) if each is not None]
     if not texts or texts == ["?"]:
         raise DataError("has no answer, expected a text or a list of texts: this is the test split, scored by a server")
     return texts

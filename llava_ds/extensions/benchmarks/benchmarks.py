@@ -299,10 +299,6 @@ def _refcoco_kinds(record: dict) -> tuple[str, ...]:
     return tuple(split for split in SPLITS if split in words)[:1]
 
 
-def _texts_reference(record: dict, options: Options) -> list[str]:
-    return texts_of(record)
-
-
 def _ocrbench_kinds(record: dict) -> tuple[str, ...]:
     kind = text_of(record, _OCRBENCH_TYPE)
     return (kind, "Text Recognition") if kind.endswith("Recognition") and kind != FORMULAS else (kind,)
@@ -332,12 +328,12 @@ BENCHMARKS = {
         splits=("val",),
     ),
     "docvqa": Benchmark(
-        "DocVQA", "anls", _texts_reference, lambda record: (record.get("question_types"),), splits=("validation",)
+        "DocVQA", "anls", texts_of, lambda record: (record.get("question_types"),), splits=("validation",)
     ),
     "infovqa": Benchmark(
-        "InfographicVQA", "anls", _texts_reference, lambda record: (record.get("answer_type"),), splits=("validation",)
+        "InfographicVQA", "anls", texts_of, lambda record: (record.get("answer_type"),), splits=("validation",)
     ),
-    "chartqa": Benchmark("ChartQA", "relaxed", _texts_reference, _chartqa_kinds, prepare=_chartqa_records),
+    "chartqa": Benchmark("ChartQA", "relaxed", texts_of, _chartqa_kinds, prepare=_chartqa_records),
     "ai2d": Benchmark("AI2D", "letter_alone", letter_of),
     "ocrbench": Benchmark(
         "OCRBench",

@@ -8,7 +8,6 @@ from llava_ds.extensions.benchmarks.benchmark import (
     LLAVA_KEYS,
     SHORT,
     Benchmark,
-    Options,
     texts_of,
     value_of,
     yes_or_no,
@@ -162,12 +161,8 @@ def _caption_records(benchmark: Benchmark, given: Given) -> list[dict]:
     return convert_records(path, images, of_image)
 
 
-def _people(record: dict, options: Options) -> list[str]:
-    return texts_of(record)
-
-
-VQAV2 = Benchmark("VQAv2", "vqa", _people, lambda record: (record["kind"],), prepare=_vqav2_records)
-TEXTVQA = Benchmark("TextVQA", "textvqa", _people, keys=("image_id", "question", "answers"), prepare=_textvqa_records)
+VQAV2 = Benchmark("VQAv2", "vqa", texts_of, lambda record: (record["kind"],), prepare=_vqav2_records)
+TEXTVQA = Benchmark("TextVQA", "textvqa", texts_of, keys=("image_id", "question", "answers"), prepare=_textvqa_records)
 GQA = Benchmark(
     "GQA",
     "gqa",
@@ -184,4 +179,4 @@ POPE = Benchmark(
     lambda record: (record.get("category"),),
     prepare=_pope_records,
 )
-CAPTIONS = Benchmark("captions", "caption", _people, prepare=_caption_records)
+CAPTIONS = Benchmark("captions", "caption", texts_of, prepare=_caption_records)

@@ -10,6 +10,7 @@ model.mm_projector and model.vision_tower; or the class of an extension's archit
 """
 
 import contextlib
+import importlib
 import json
 import math
 import re
@@ -57,20 +58,16 @@ def own(args: ModelArguments) -> Flags:
 
 def check_lora(args: ModelArguments) -> None:
     """Raise ConfigError unless the packages for LoRA and quantization are installed, and --lora_weight_path fits."""
-    if own(args).lora_enable:
+    for is_needed, flag, package, extra in (
+        (own(args).lora_enable, "--lora_enable", "peft", "lora"),
+        (own(args).bits < 16, f"--bits {own(args).bits}", "bitsandbytes", "qlora"),
+    ):
         try:
-            import peft  # noqa: F401
+            if is_needed:
+                importlib.import_module(package)
         except ImportError as error:
             raise ConfigError(
-                f"--lora_enable needs peft, but it can't be imported ({error}): pip install 'llava_ds[lora]'"
-            ) from error
-    if own(args).bits < 16:
-        try:
-            import bitsandbytes  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                f"--bits {own(args).bits} needs bitsandbytes, but it can't be imported ({error}): "
-                "pip install 'llava_ds[qlora]'"
+                f"{flag} needs {package}, but it can't be imported ({error}): pip install 'llava_ds[{extra}]'"
             ) from error
     if own(args).lora_enable and own(args).lora_weight_path is not None and (problems := adapter_problems(args)):
         raise ConfigError("\n".join(problems))
