@@ -32,10 +32,7 @@ class Flags(ExtensionFlags):
         path="model",
         only_to_train=True,
     )
-    beta: Part = _gkd(
-        0.5,
-        "gkd: the divergence. 0: forward, KL(teacher || student); 1: reverse; between: generalised Jensen-Shannon.",
-    )
+    beta: Part = _gkd(0.5, "gkd: divergence. 0: forward, KL(teacher || student); 1: reverse; between: Jensen-Shannon.")
     temperature: Positive = _gkd(1.0, "gkd: divisor of both models' logits in the divergence, and of sampled answers.")
     sft_alpha: Rate = _gkd(0.0, "gkd: weight of the cross-entropy of the records' answers, added to the divergence.")
 
@@ -44,9 +41,7 @@ class Flags(ExtensionFlags):
         "gkd: keep this many of the teacher's most probable tokens with the encoded data, computed at the first start, "
         "and train without the teacher in memory; all other tokens count as one. Absent: all tokens, from memory.",
     )
-    lmbda: Part = _gkd(
-        0.0, "gkd: share of the steps that train on answers sampled by the student instead of the records' (λ)."
-    )
+    lmbda: Part = _gkd(0.0, "gkd: share of steps that train on the student's answers instead of the records' (λ).")
     max_completion_length: Count = _gkd(256, "gkd with --lmbda: longest sampled answer in tokens.")
     per_device_generation_batch_size: Count = _gkd(
         32, "gkd with --lmbda: prompts that a rank samples answers to at once.", resume="layout"
@@ -59,18 +54,13 @@ class Flags(ExtensionFlags):
 
     def traits(self, objective: str) -> ObjectiveTraits | None:
         """Return the traits: the records and answers of supervised fine-tuning."""
-        if objective != "gkd":
-            return None
-        needs = {
-            "whole_layers": "the teacher is not divided into stages",
-            "dense_mlps": "it is untested with these experts",
-        }
+        needs = {"whole_layers": "the teacher is not divided into stages", "dense_mlps": "it is untested with experts"}
         if self.gkd_logits_topk:
             needs |= {"known_samples": "its probabilities are written first", "whole_sample": "as it was read"}
         if self.lmbda:
             needs |= {"known_samples": "prompts are encoded first", "plain_weights": "answers are sampled from them"}
             needs |= dict.fromkeys(("whole_sample", "whole_matrices"), "answers are sampled on one rank")
-        return ObjectiveTraits(needs=needs)
+        return ObjectiveTraits(needs=needs) if objective == "gkd" else None
 
     def drawing(self, args: "Arguments") -> Drawing | None:
         """Return what a step samples, or None."""
@@ -90,3 +80,8 @@ class Flags(ExtensionFlags):
         for name in ("max_completion_length", "per_device_generation_batch_size"):
             if name in args.given and not self.lmbda:
                 yield f"--{name} has no effect without --lmbda: give it, or leave this out"
+
+    def json_problems(self, config: dict) -> Iterator[str]:
+        """Yield a line if the teacher's weights would be swapped to the student's files."""
+        if config["zero_optimization"].get("offload_param", {}).get("device") == "nvme":
+            yield "offload_param.device is nvme, where the teacher's weights would overwrite the student's: write cpu"

@@ -40,6 +40,7 @@ KINDS = {
     "embed": {"objective": "embed", "embed_temperature": 0.1},
 }
 CLASSES = ("single", "multiple")
+NOTHING = {"max_steps": 1, "learning_rate": 0, "mm_projector_lr": 0}  # is trained
 LORA = {"lora_enable": True, "lora_r": 4}
 TOGETHER = {"tokens_per_micro_batch": 2000}  # all records of a step, on every rank
 RUNS = {  # (kind, ZeRO stage, ranks): more flags
@@ -118,10 +119,11 @@ def given(folder) -> dict[str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def runs(folder, given) -> dict[object, Path]:
-    """The runs of RUNS; and of every kind one with an eval set, whole, and resumed from its first checkpoint."""
+    """The runs of RUNS; and of every kind one with an eval set, whole, resumed from its first checkpoint, and one from
+    its folder that only scores the eval set."""
     outputs = {at: folder / "-".join(map(str, at)) for at in RUNS}
     outputs["lora"] = folder / "lora"
-    outputs |= {(kind, name): folder / f"{kind}-{name}" for kind in KINDS for name in ("whole", "resumed")}
+    outputs |= {(kind, name): folder / f"{kind}-{name}" for kind in KINDS for name in ("whole", "resumed", "scored")}
 
     def flags_of(kind: str, output: Path, stage: int, **more: object) -> dict[str, object]:
         more = {"max_steps": STEPS, "warmup_ratio": 0.1, "learning_rate": 1e-3, "adam_epsilon": 1e-3, **more}
@@ -143,7 +145,12 @@ def runs(folder, given) -> dict[object, Path]:
         (resumed / "run").mkdir(parents=True)
         shutil.copytree(whole / f"checkpoint-{SAVED}", resumed / f"checkpoint-{SAVED}")
         shutil.copy(whole / "run" / "metrics.jsonl", resumed / "run")
-    run_many(2, folder / "again", [saved(kind, "resumed") for kind in KINDS])
+    todo = [saved(kind, "resumed") for kind in KINDS]
+    for kind in KINDS:
+        more = {"eval_data_path": folder / f"{kind}-eval.json", **(TOGETHER if kind == "embed" else PACKED)}
+        more |= {"model_name_or_path": outputs[kind, "whole"], **NOTHING}
+        todo.append(flags_of(kind, outputs[kind, "scored"], 3) | more)
+    run_many(2, folder / "again", todo)
     return outputs
 
 
@@ -286,6 +293,14 @@ def test_a_resumed_run_is_bit_equal(runs, kind):
     for file in ("model.safetensors", HEAD)[: 1 + (kind in CLASSES)]:
         one, other = (load_file(runs[kind, name] / file) for name in ("whole", "resumed"))
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_is_scored_without_training_it(runs, kind):
+    whole, scored = (runs[kind, name] / "run" / "evals.jsonl" for name in ("whole", "scored"))
+    [*_, last], [row] = (list(map(json.loads, path.read_text().splitlines())) for path in (whole, scored))
+    names = ("loss", "accuracy", *(("f1",) if kind in CLASSES else ("recall@1", "recall@5")))
+    assert [row[name] for name in names] == pytest.approx([last[name] for name in names], abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", CLASSES)

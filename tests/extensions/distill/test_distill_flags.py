@@ -13,9 +13,8 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.resolve import resolve_ds_config
-from llava_ds.extensions.distill.extension import check
+from llava_ds.extensions.distill.extension import plan_teacher
 from llava_ds.extensions.distill.flags import Flags
-from llava_ds.extensions.distill.teacher import plan_teacher
 from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.plan import PlanDraft
@@ -66,12 +65,12 @@ def test_a_run_without_a_teacher_and_weights_on_nvme_are_refused(tmp_path):
         ConfigError, match="unknown flag --seq_kd: leave it out, because the teacher samples no answers"
     ):
         parse_arguments([*flags, "--seq_kd", "True"])
-    args = Arguments(ModelArguments(), DataArguments(), TrainingArguments(learning_rate=1e-3), frozenset())
+    own = {"distill": Flags(teacher_model_name_or_path="t")}
+    args = Arguments(ModelArguments(), DataArguments(), TrainingArguments(learning_rate=1e-3), frozenset(), own)
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
     zero["offload_optimizer"] = zero["offload_param"]
-    resolved = resolve_ds_config({"zero_optimization": zero}, args, dp=1, hidden_size=32, num_steps=10, is_local=False)
-    [line] = check(resolved)
-    assert "the teacher's weights would" in line
+    with pytest.raises(ConfigError, match="where the teacher's weights would overwrite the student's"):
+        resolve_ds_config({"zero_optimization": zero}, args, dp=1, hidden_size=32, num_steps=10, is_local=False)
 
 
 @needs_extension("planning")

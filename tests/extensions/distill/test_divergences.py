@@ -48,7 +48,7 @@ if __name__ == "__main__":
     sys.exit()
 
 
-from llava_ds.extensions.distill import divergence as module  # noqa: E402
+from llava_ds.extensions.distill import teacher as module  # noqa: E402
 
 NUMBERS = json.loads(FIXTURE.read_text())
 
@@ -67,26 +67,11 @@ def test_a_divergence_is_trls(case):
     student, teacher = (
         (torch.tensor(NUMBERS[name]) / case["temperature"]).log_softmax(1) for name in ("student", "teacher")
     )
-    whole, _ = module.divergence(student, teacher, case["beta"])
-    logs, ids = teacher.topk(KEPT, 1)
-    kept, _ = module.kept_divergence(student, ids, logs, case["beta"])
+    whole, _ = module.divergence(student, teacher, None, case["beta"])
+    kept, _ = module.divergence(student, *teacher.topk(KEPT, 1), case["beta"])
     assert whole.sum().item() == pytest.approx(case["whole"], rel=1e-6, abs=1e-6)
     assert kept.sum().item() == pytest.approx(case["kept"], rel=1e-6, abs=1e-6)
     assert (kept <= whole + 1e-6).all()  # merged outcomes tell less
-
-
-class Given(module.Teacher):
-    """A teacher with these logits: whole, or the most probable tokens alone."""
-
-    def __init__(self, logits: torch.Tensor, kept: int | None) -> None:
-        self.logs = logits.log_softmax(1)
-        self.kept = None if kept is None else self.logs.topk(kept, 1)
-
-    def values(self, part, student, beta):
-        student = student[:, : self.logs.shape[1]].log_softmax(1)
-        if self.kept is None:
-            return module.divergence(student, self.logs[part], beta)
-        return module.kept_divergence(student, self.kept.indices[part], self.kept.values[part], beta)
 
 
 @pytest.mark.parametrize("kept", [None, 2])
@@ -97,20 +82,24 @@ def test_loss_and_gradients_of_chunks_are_the_textbooks(beta, kept, monkeypatch)
     generator, heat, cap, alpha, rows, known = torch.Generator().manual_seed(1), 0.7, 5.0, 0.3, 11, 13
     hidden, weight = (torch.randn(n, 6, generator=generator).requires_grad_() for n in (rows, 15))
     targets, weights = torch.randint(0, known, (rows,), generator=generator), torch.rand(rows, generator=generator)
-    teacher = Given(2 * torch.randn(rows, known, generator=generator), kept)
-    asked = module.Divergence(heat, teacher, weights, beta, alpha)
+    teacher = (2 * torch.randn(rows, known, generator=generator)).log_softmax(1)
+    logs, ids = (teacher, None) if kept is None else teacher.topk(kept, 1)
+
+    def given(part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return logs[part], None if ids is None else ids[part]
+
+    asked = module.Divergence(heat, known, given, row_weights=weights, beta=beta, sft_alpha=alpha)
     loss, (_, values, losses) = asked.by_row(hidden / heat, weight, targets, cap / heat)
     found = torch.autograd.grad(3 * loss, (hidden, weight))
 
     logits = cap * torch.tanh(hidden.double() @ weight.double().T / cap)
-    student, given = (logits / heat)[:, :known].log_softmax(1), teacher.logs.double()
-    if kept is not None:
-        ids = teacher.kept.indices
-        student, given = (
+    pair = (logits / heat)[:, :known].log_softmax(1), teacher.double()
+    if ids is not None:
+        pair = [
             torch.cat([each.gather(1, ids), (1 - each.exp().gather(1, ids).sum(1, keepdim=True)).log()], 1)
-            for each in (student, given)
-        )
-    wanted, plain = textbook(student, given, beta), F.cross_entropy(logits, targets, reduction="none")
+            for each in pair
+        ]
+    wanted, plain = textbook(*pair, beta), F.cross_entropy(logits, targets, reduction="none")
     total = ((wanted + alpha * plain) * weights).sum()
     assert torch.allclose(values, wanted, rtol=1e-5, atol=1e-6) and torch.allclose(losses, plain, rtol=1e-6)
     assert loss.item() == pytest.approx(total.item(), rel=1e-6)

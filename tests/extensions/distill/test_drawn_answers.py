@@ -9,6 +9,7 @@ import toys
 
 from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.dataset import PreflightOptions, open_encoded
+from llava_ds.data.loader import windows as plain_windows
 from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.data.step_plan import Packing, StepLayout
 from llava_ds.engine.construct import build_model
@@ -39,7 +40,10 @@ def part(tmp_path, one_rank) -> Distillation:
             data=SimpleNamespace(model_max_length=512, dataloader_num_workers=0),
         ),
         model=plan, images=images, resolved=SimpleNamespace(autocast=lambda device: contextlib.nullcontext()),
-        steps=SimpleNamespace(dataset=dataset, packing=Packing(1, 2, 2, None), after=lambda done: [layout] * 8),
+        steps=SimpleNamespace(
+            dataset=dataset, packing=Packing(1, 2, 2, None), after=lambda done: [layout] * 8,
+            of_rank=lambda step, rank: layout.of_ranks[rank],
+        ),
     )  # fmt: skip
     part = Distillation(run, SimpleNamespace(ranks=one_rank, mesh=ALONE))
     part.built(model)
@@ -47,7 +51,9 @@ def part(tmp_path, one_rank) -> Distillation:
 
 
 def test_a_drawn_answer_follows_the_records_conversation(part):
-    dataset, windows = part.plan.steps.dataset, [*part.windows(None, 0, iter(()))]
+    steps, device = part.plan.steps, part.ranks.device
+    given = plain_windows(steps, ALONE, done=0, num_workers=0, device=device)
+    dataset, windows = steps.dataset, [*part.windows(None, 0, given)]
     drawn = [window for window in windows if window.micro_batches[0].batch.extra.get("drawn")]
     assert 0 < len(drawn) < len(windows) == 8
     lengths = set()

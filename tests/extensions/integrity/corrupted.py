@@ -43,7 +43,7 @@ class Corruption:
         return None
 
     def flip(self, entries) -> None:
-        flat = self.random.choice([entry.tensor for entry in entries if entry.tensor.numel()]).detach().view(-1)
+        flat = self.random.choice([tensor for tensor, _ in entries if tensor.numel()]).detach().view(-1)
         bits = flat.view({2: torch.int16, 4: torch.int32}[flat.element_size()])
         bit = torch.tensor(1 << self.random.randrange(8 * flat.element_size()), dtype=torch.int64)
         bits[self.random.randrange(len(bits))] ^= bit.to(bits.dtype)
@@ -52,7 +52,7 @@ class Corruption:
         states = self.watched.states
         adam = states.engine.basic_optimizer
         counts = [state["step"] for state in adam.state.values() if "step" in state]
-        return [*counts, *(entry.tensor.detach() for entry in (*states.weights(), *states.optimizer_states()))]
+        return [*counts, *(tensor.detach() for tensor, _ in (*states.weights(), *states.optimizer_states()))]
 
     def windows(self, *args, **more):
         found, previous = self.loader(*args, **more), None
@@ -80,8 +80,8 @@ class Corruption:
         for tensor, then in self.saved:
             tensor.copy_(then)
         if self.saved:
-            self.watched.forget()
-            self.watched.keep()
+            self.watched._forget()
+            self.watched._keep()
         self.saved = []
 
     def write(self, file: str) -> None:
@@ -102,7 +102,7 @@ class Corruption:
         def optimizer_step(*args, **kwargs):
             variant = self.at("stale")
             if variant is not None and variant % 3 == 1:  # weights are written, but stay on their way
-                before = [(entry.tensor, entry.tensor.detach().clone()) for entry in self.stale_weights()]
+                before = [(tensor, tensor.detach().clone()) for tensor in self.stale_weights()]
             result = update(*args, **kwargs)
             if variant is not None and variant % 3 == 1:
                 for tensor, then in before:
@@ -132,9 +132,9 @@ class Corruption:
         engine.step, engine.optimizer.step = engine_step, optimizer_step
 
     def stale_weights(self):
-        entries = list(self.watched.states.weights())
-        others = [e for e in entries if e.owner is not None and e.owner != torch.distributed.get_rank()]
-        return others or entries
+        states, own = self.watched.states, torch.distributed.get_rank()
+        others = [part for parts in states.partitions for rank, part in enumerate(parts) if rank != own]
+        return others or [tensor for tensor, _ in states.weights()]
 
     def model(self, forward):
         def slowed(model, batch, head):

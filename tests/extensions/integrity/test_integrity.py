@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
-from llava_ds.extensions.integrity.checksums import ROW, Entry, row_sums, snapshot
-from llava_ds.extensions.integrity.judge import KINDS, SLOW_STEPS, Report, Speeds, faults, message
+from llava_ds.extensions.integrity.extension import KINDS, SLOW_STEPS, Report, Speeds, faults, message
+from llava_ds.extensions.integrity.watch import ROW, Snapshot, row_sums
 
-FINE = Report(0, 0, 0, 0, 0, 0, 0, own=3, copies=7, whole=5, work=100, spent_us=1000)
+FINE = Report(0, 0, 0, 0, 0, 0, 0, own=3, copies=7, all=12, work=100, spent_us=1000)
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -32,18 +32,19 @@ def test_a_changed_number_is_located_among_small_and_large_tensors():
     sizes = {"a": 5, "b": 40_000, "c": 10_000, "d": 3}
     tensors = {name: torch.randn(size) for name, size in sizes.items()}
     flat = torch.randn(30_000)
-    kept = snapshot(
-        [Entry(tensor, [(name, tensor.numel())]) for name, tensor in tensors.items()]
-        + [Entry(flat, [("e", 10_000), ("f", 20_000)], owner=0), Entry(flat.clone(), [("g", 30_000)], owner=1)]
+    kept = Snapshot(
+        [(tensor, [(name, 0, tensor.numel())]) for name, tensor in tensors.items()]
+        + [(flat, [("e", 0, 10_000), ("f", 10_000, 30_000)]), (flat.clone(), [("g", 0, 30_000)])],
+        flat.device,
     )
     assert not kept.changed().any()
-    for tensor, place, names in ((tensors["b"], 30_000, ["b"]), (tensors["c"], 4_000, ["c"]), (flat, 25_000, ["f"])):
+    found = {"b": ["b"], "c": ["c", "d"], "d": ["c", "d"]}  # the end of c shares a row with d
+    places = [(tensors[name], len(tensors[name]) - 1, names) for name, names in found.items()]
+    for tensor, place, names in (*places, (tensors["c"], 4_000, ["c"]), (flat, 25_000, ["f"])):
         before = tensor[place].item()
         tensor[place] = before + 1
         assert kept.names(kept.changed()) == names
         tensor[place] = before
-    assert torch.equal(kept.total(0), kept.total(1))
-    assert torch.equal(kept.total(of_all=True), kept.total(0) + kept.total(1) + kept.total())
 
 
 def test_ranks_at_fault_are_told_from_the_others():
@@ -52,12 +53,12 @@ def test_ranks_at_fault_are_told_from_the_others():
         assert faults([FINE, FINE._replace(**{kind: 1})]) == {1: [kind]}
     assert faults([FINE._replace(stale=1), FINE]) == {0: ["stale"]}
     assert faults([FINE._replace(stale=1)] * 2) == {}  # a skipped step
-    other = FINE._replace(copies=6)
+    other = FINE._replace(copies=6, all=11)
     assert faults([FINE, other, FINE]) == {1: ["differs"]}
     written = [FINE._replace(own=3), FINE._replace(own=4)]  # together 7
-    assert faults([written[0], written[1]._replace(copies=8)]) == {1: ["differs"]}
-    assert faults([FINE, FINE._replace(whole=4)]) == {0: ["differs"], 1: ["differs"]}
-    assert faults([FINE, FINE._replace(whole=4, stale=1)]) == {1: ["stale"]}
+    assert faults([written[0], written[1]._replace(copies=8, all=13)]) == {1: ["differs"]}
+    assert faults([FINE, FINE._replace(all=11)]) == {0: ["differs"], 1: ["differs"]}
+    assert faults([FINE, FINE._replace(all=11, stale=1)]) == {1: ["stale"]}
 
 
 def test_a_rank_is_slow_after_some_steps_in_a_row_and_said_once():

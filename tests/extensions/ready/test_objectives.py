@@ -222,11 +222,12 @@ def test_preferences(ready, loss_type):
 def test_distillation(ready, teacher, beta):
     from llava_ds.extensions.distill.extension import GKD
     from llava_ds.extensions.distill.flags import Flags
-    from llava_ds.extensions.distill.teacher import LiveTeacher
+    from llava_ds.extensions.distill.teacher import Divergence, run_teacher
     from llava_ds.train.objectives.objective import SFT
 
-    flags, rows = Flags(beta=beta, temperature=0.8, sft_alpha=0.3), ready.plan.text_config.vocab_size
-    part = SimpleNamespace(flags=flags, teacher=LiveTeacher(teacher.model, rows, flags.temperature))
+    flags = Flags(beta=beta, temperature=0.8, sft_alpha=0.3)
+    head = Divergence(flags.temperature, ready.plan.text_config.vocab_size, beta=beta)
+    part = SimpleNamespace(flags=flags, teacher=lambda batch: run_teacher(teacher.model, head, batch))
     batch = collate([pair.chosen for pair in ready.pairs], ready.options)
     found = GKD(SFT(grad_ranks=1), part).forward(ready.model, batch)
 
