@@ -83,5 +83,5 @@ class Flags(ExtensionFlags):
 
     def json_problems(self, config: dict) -> Iterator[str]:
         """Yield a line if the teacher's weights would be swapped to the student's files."""
-        if config["zero_optimization"].get("offload_param", {}).get("device") == "nvme":
+        if (config["zero_optimization"].get("offload_param") or {}).get("device") == "nvme":
             yield "offload_param.device is nvme, where the teacher's weights would overwrite the student's: write cpu"
