@@ -20,10 +20,13 @@ from llava_ds.export.tensors import Entry
 from llava_ds.export.transformers_folder import hf_entries, tokenizer_and_rows
 from llava_ds.extensions.active import text_part
 from llava_ds.extensions.gguf.gguf_tokenizer import add_tokenizer, modelfile
+from llava_ds.extensions.gguf.ready_tower import READY, WARM_UP_SIDE, ready_problem, ready_template, ready_tower
 
 MODEL_FILE, TOWER_FILE, MODELFILE = "model.gguf", "mmproj.gguf", "Modelfile"
 # transformers' model_type: llama.cpp's architecture
-ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2"}
+ARCHITECTURES = {
+    "llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen2_vl_text": "QWEN2VL", "qwen2_5_vl_text": "QWEN2VL",
+}  # fmt: skip
 TYPES = {"float32": "F32", "float16": "F16", "q8_0": "Q8_0"}  # values of --dtype
 MAX_FLOAT16 = torch.finfo(torch.float16).max
 PROJECTOR = {"linear_1": "mm.0", "linear_2": "mm.2"}
@@ -43,16 +46,21 @@ def with_gguf_type(export: ExportPlan, dtype: str) -> ExportPlan:
         raise ConfigError(f"--format gguf has no {dtype}: give one of {', '.join(TYPES)}")
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError("--format gguf needs the package gguf: pip install 'llava_ds[gguf]'")
-    if why := _other_model(export) or _other_language_model(export.model.text_config) or _other_tower(export):
+    ready, template, text = export.model.architecture, export.template, export.model.text_config
+    if ready is None:
+        why = _other_model(export) or _other_language_model(text) or _other_tower(export)
+    else:
+        why = ready_problem(export) or _other_language_model(text)
+    if why:
         raise ConfigError(f"--format gguf is not possible: {why}; give --format hf")
-    return dataclasses.replace(export, matrix_type=dtype)
+    if ready is not None:
+        template = ready_template(READY[ready.config.model_type], export.model.tokenizer.chat_template)
+    return dataclasses.replace(export, matrix_type=dtype, template=template)
 
 
 def _other_model(export: ExportPlan) -> str | None:
     plan, images = export.model, export.image_options
     kind = hf_container(plan, images)
-    if plan.architecture is not None:
-        return f"a {kind} is no LLaVA"
     if why := own_vision(plan, export.args, images):
         return why
     if kind != "llava" or images.is_anyres or images.has_newline:
@@ -96,9 +104,12 @@ def write_gguf(export: ExportPlan, entries: list[Entry], output_dir: Path) -> No
     export: from with_gguf_type; entries: the model's tensors, by their names in this project. Raises ConfigError for a
     tokenizer that llama.cpp would read differently, and for weights too large for float16.
     """
-    entries = hf_entries(export, entries)
+    if export.model.architecture is None:
+        entries = hf_entries(export, entries)
     _write_language_model(export, [e for e in entries if e.name.startswith(_LANGUAGE_MODEL)], output_dir / MODEL_FILE)
-    _write_tower(export, [e for e in entries if not e.name.startswith(_LANGUAGE_MODEL)], output_dir / TOWER_FILE)
+    rest = [e for e in entries if not e.name.startswith(_LANGUAGE_MODEL)]
+    write_tower = _write_tower if export.model.architecture is None else _write_ready_tower
+    write_tower(export, rest, output_dir / TOWER_FILE)
     text = modelfile(export, (MODEL_FILE, TOWER_FILE))
     (output_dir / MODELFILE).write_text(text, encoding="utf-8")
 
@@ -122,7 +133,9 @@ def _write_language_model(export: ExportPlan, entries: list[Entry], path: Path) 
     if (factors := _rope_factors(config)) is not None:
         tensors.append(Entry("rope_freqs.weight", tuple(factors.shape), lambda: factors))
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
-    tokenizer, rows = tokenizer_and_rows(export)
+    tokenizer, rows = export.model.tokenizer, export.vocab_size
+    if export.model.architecture is None:
+        tokenizer, rows = tokenizer_and_rows(export)
     _add_language_model(writer, config, rows)
     add_tokenizer(writer, export, tokenizer, rows)
     _write(writer, tensors, export)
@@ -157,6 +170,8 @@ def _add_language_model(writer, config, rows: int) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(head_width)
     writer.add_rope_freq_base(rope["rope_theta"])
+    if "mrope_section" in rope:
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -197,24 +212,46 @@ def _write_tower(export: ExportPlan, entries: list[Entry], path: Path) -> None:
             name = names.get_name(entry.name, try_suffixes=(".weight", ".bias"))
         assert name is not None, f"llama.cpp has no name for {entry.name}"
         tensors.append(dataclasses.replace(entry, name=name))
-    writer = gguf.GGUFWriter(path, "clip")
-    writer.add_type("mmproj")
-    writer.add_clip_has_vision_encoder(True)
-    writer.add_clip_projector_type("mlp")
-    writer.add_vision_image_size(spec.size)
-    writer.add_vision_patch_size(config.patch_size)
-    writer.add_vision_image_mean(list(spec.mean))
-    writer.add_vision_image_std(list(spec.std))
-    writer.add_vision_embedding_length(config.hidden_size)
-    writer.add_vision_feed_forward_length(config.intermediate_size)
-    writer.add_vision_block_count(num_layers)
-    writer.add_vision_head_count(config.num_attention_heads)
-    writer.add_vision_attention_layernorm_eps(config.layer_norm_eps)
-    writer.add_vision_projection_dim(export.model.text_config.hidden_size)
+    writer = _tower_writer(export, path, "mlp", spec.size, num_layers)
     writer.add_array("clip.vision.feature_layer", [num_layers])
     if config.hidden_act == "gelu":
         writer.add_vision_use_gelu(True)
     _write(writer, tensors, export)
+
+
+def _write_ready_tower(export: ExportPlan, entries: list[Entry], path: Path) -> None:
+    """Write a ready model's tower and connector."""
+    config, tiling = export.model.tower.config, export.image_options.tiling
+    form = READY[export.model.architecture.config.model_type]
+    num_layers = getattr(config, "depth", None) or config.num_hidden_layers
+    size = WARM_UP_SIDE if tiling.takes_whole_images else tiling.side
+    writer = _tower_writer(export, path, form.projector, size, num_layers)
+    form.add_keys(writer, export)
+    _write(writer, ready_tower(form, entries, num_layers), export)
+
+
+def _tower_writer(export: ExportPlan, path: Path, projector: str, size: int, num_layers: int):
+    """Return a GGUFWriter with the keys of every tower. projector: its name in llama.cpp; size: of an image."""
+    import gguf
+
+    tower, spec = export.model.tower, export.model.images
+    config = tower.config
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_type("mmproj")
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_projector_type(projector)
+    writer.add_vision_image_size(size)
+    writer.add_vision_patch_size(config.patch_size)
+    writer.add_vision_image_mean(list(spec.mean))
+    writer.add_vision_image_std(list(spec.std))
+    writer.add_vision_embedding_length(tower.layer_width)
+    writer.add_vision_feed_forward_length(tower.mlp_width)
+    writer.add_vision_block_count(num_layers)
+    writer.add_vision_head_count(getattr(config, "num_heads", None) or config.num_attention_heads)
+    # Qwen-VL's is a constant in transformers.
+    writer.add_vision_attention_layernorm_eps(getattr(config, "layer_norm_eps", 1e-6))
+    writer.add_vision_projection_dim(export.model.text_config.hidden_size)
+    return writer
 
 
 def type_of(name: str, shape: tuple[int, ...], wanted: str):

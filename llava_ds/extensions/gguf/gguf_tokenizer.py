@@ -14,11 +14,15 @@ from llava_ds.export.export_plan import ExportPlan
 from llava_ds.tokenizer import SPACE, begins_with_bos
 
 # Expressions with which byte-level tokenizers split a text first, and llama.cpp's names for them. Only Llama 3's uses a
-# token for a word that is one, whatever the merges say.
+# token for a word that is one, whatever the merges say. SmolLM's divides numbers into digits, then as GPT-2's.
 _DIVIDES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-PRE_TOKENIZERS = {_DIVIDES % "{1,3}": ("llama-bpe", True), _DIVIDES % "": ("qwen2", False), None: ("gpt-2", False)}
+_DIGITS = {"type": "Digits", "individual_digits": True}
+PRE_TOKENIZERS = {
+    _DIVIDES % "{1,3}": ("llama-bpe", True), _DIVIDES % "": ("qwen2", False), None: ("gpt-2", False),
+    "digits": ("smollm", False),
+}  # fmt: skip
 
 
 def add_tokenizer(writer, export: ExportPlan, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
@@ -137,14 +141,16 @@ def _pre_steps(content: dict) -> list[dict]:
 
 def _pre_tokenizer(content: dict, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return llama.cpp's name for a byte-level tokenizer's way of splitting a text."""
-    steps = _pre_steps(content)
-    patterns = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
-    last = steps[-1] | {"trim_offsets": None}
-    is_plain = last == _BYTE_LEVEL | {"use_regex": not patterns} and len(steps) == 1 + len(patterns) < 3
-    found = PRE_TOKENIZERS.get(patterns[0] if patterns else None) if is_plain else None
+    *first, last = _pre_steps(content)
+    pattern = None
+    if first:
+        pattern = "digits" if first == [_DIGITS] else first[0].get("pattern", {}).get("Regex")
+    expected = _BYTE_LEVEL | {"use_regex": pattern in (None, "digits")}
+    is_plain = last | {"trim_offsets": None} == expected and len(first) < 2 and bool(first) == (pattern is not None)
+    found = PRE_TOKENIZERS.get(pattern) if is_plain else None
     takes_words = bool(content["model"].get("ignore_merges"))
     if found is None or (takes_words and not found[1]):
-        name, known = tokenizer.name_or_path, "GPT-2, Llama 3 or Qwen 2"
+        name, known = tokenizer.name_or_path, "GPT-2, Llama 3, Qwen 2 or SmolLM"
         raise ConfigError(f"{name}: --format gguf takes byte-level tokenizers that divide a text as {known} does")
     if found[1] and not takes_words:
         _check_merges(tokenizer, content["model"]["vocab"])

@@ -350,7 +350,7 @@ def test_byte_level_tokenizers(qwen, tmp_path):
     ("name", "message"),
     [
         ("unigram", "takes sentencepiece's BPE with bytes and byte-level BPE, this is Unigram"),
-        ("pattern", "takes byte-level tokenizers that divide a text as GPT-2, Llama 3 or Qwen 2 does"),
+        ("pattern", "takes byte-level tokenizers that divide a text as GPT-2, Llama 3, Qwen 2 or SmolLM does"),
         ("joins", "llama.cpp would read 'ab' as one token, and the tokenizer reads"),
         ("apart", "llama.cpp can't distinguish the separate merges to 'abc'"),
         ("bytes", "needs a token for every byte, 1 are missing"),

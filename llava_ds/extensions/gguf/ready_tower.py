@@ -1,0 +1,163 @@
+# C width of the tower, P pixels of a patch's side
+"""Ready models in llama.cpp's form: what it has of them, their towers' tensors and keys, and their chat templates.
+
+Names, keys and layouts follow llama.cpp's conversion/ and tools/mtmd/.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from llava_ds.export.export_plan import ExportPlan
+from llava_ds.export.tensors import Entry
+
+WINDOW = 112  # pixels of an attention window's side in llama.cpp's Qwen2.5-VL
+MERGE, FRAMES = 2, 2  # patches along a feature and frames of a patch in llama.cpp's Qwen-VL
+WARM_UP_SIDE = 560  # the key is required; images have their own size
+TILE_TOKENS = ("\n", "\n\n", "<fake_token_around_image>", "<global-img>")  # llama.cpp writes them around tiles
+
+
+@dataclass(frozen=True)
+class ReadyForm:
+    """A family in llama.cpp.
+
+    projector: its name there; tower, connector: prefixes of tensor names that gguf's TensorNameMap knows; mark: what
+    the chat template writes for an image, and llama.cpp itself writes around its features; lacks: returns why
+    llama.cpp computes a model differently; add_keys: writes the keys that only this family has.
+    """
+
+    projector: str
+    tower: str
+    connector: str
+    mark: str
+    lacks: Callable[[ExportPlan], str | None]
+    add_keys: Callable[[object, ExportPlan], None]
+
+
+def ready_problem(export: ExportPlan) -> str | None:
+    """Return why llama.cpp lacks a ready model, or computes it differently."""
+    kind = export.model.architecture.config.model_type
+    if kind not in READY:
+        return f"a {kind} is no LLaVA, {' or '.join(READY)}"
+    if export.model.has_value_head:
+        return "a reward model's head has no place in it"
+    form = READY[kind]
+    if form.mark not in export.model.tokenizer.chat_template:
+        return f"the chat template writes no {form.mark} for an image"
+    return form.lacks(export)
+
+
+def _other_tiles(export: ExportPlan) -> str | None:
+    vision, tiling = export.model.tower.config, export.image_options.tiling
+    if vision.hidden_act != "gelu_pytorch_tanh":
+        return f"the tower has {vision.hidden_act}, expected gelu_pytorch_tanh"
+    if tiling.side != vision.image_size:
+        return f"tiles of {tiling.side} pixels are not the tower's {vision.image_size}"
+    if not tiling.splits or tiling.longest_edge <= tiling.side:
+        return "an image is one tile, and llama.cpp cuts every image into tiles"
+    tokenize = export.model.tokenizer.tokenize
+    missing = [token for token in TILE_TOKENS if len(tokenize(token, add_special_tokens=False)) != 1]
+    return f"the tokenizer has no token {missing[0]!r} for tiles" if missing else None
+
+
+def _add_tile_keys(writer, export: ExportPlan) -> None:
+    writer.add_vision_projector_scale_factor(export.model.architecture.config.scale_factor)
+    writer.add_vision_preproc_image_size(export.image_options.tiling.longest_edge)
+    writer.add_vision_use_gelu(True)
+
+
+def _other_cells(export: ExportPlan) -> str | None:
+    vision = export.model.tower.config
+    for name, expected in (("spatial_merge_size", MERGE), ("temporal_patch_size", FRAMES)):
+        if getattr(vision, name) != expected:
+            return f"the tower has {name} {getattr(vision, name)}, expected {expected}"
+    expected = "silu" if hasattr(vision, "window_size") else "quick_gelu"
+    if vision.hidden_act != expected:
+        return f"the tower has {vision.hidden_act}, expected {expected}"
+    return None
+
+
+def _other_windows(export: ExportPlan) -> str | None:
+    vision = export.model.tower.config
+    if vision.window_size != WINDOW:
+        return f"the tower has windows of {vision.window_size} pixels, expected {WINDOW}"
+    full = sorted(set(vision.fullatt_block_indexes))
+    if not full or full != [*range(full[0], vision.depth, full[0] + 1)]:
+        return f"the layers without windows are {full}, expected every n-th"
+    return _other_cells(export)
+
+
+def _add_cell_keys(writer, export: ExportPlan) -> None:
+    vision, tiling = export.model.tower.config, export.image_options.tiling
+    writer.add_vision_spatial_merge_size(vision.spatial_merge_size)
+    writer.add_vision_min_pixels(tiling.least)
+    writer.add_vision_max_pixels(tiling.most)
+    if hasattr(vision, "window_size"):
+        writer.add_vision_use_silu(True)
+        writer.add_vision_n_wa_pattern(min(vision.fullatt_block_indexes) + 1)
+
+
+_TILES = ReadyForm("idefics3", "model.vision_model.", "model.connector.", "<image>", _other_tiles, _add_tile_keys)
+_QWEN = ("visual.", "visual.merger.", "<|vision_start|><|image_pad|><|vision_end|>")
+READY = {  # transformers' model_type
+    "smolvlm": _TILES,
+    "idefics3": _TILES,
+    "qwen2_vl": ReadyForm("qwen2vl_merger", *_QWEN, _other_cells, _add_cell_keys),
+    "qwen2_5_vl": ReadyForm("qwen2.5vl_merger", *_QWEN, _other_windows, _add_cell_keys),
+}
+
+
+def ready_tower(form: ReadyForm, entries: list[Entry], num_layers: int) -> list[Entry]:
+    """Return the tensors of tower and connector by their names in llama.cpp."""
+    import gguf
+
+    # A connector's matrices are numbered up to 2, like layers.
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(num_layers, 3))
+    found = []
+    for entry in entries:
+        place = entry.name.replace("vision_tower.tower.", form.tower).replace("projector.connector.", form.connector)
+        for part in _divided(Entry(place, entry.shape, entry.read)):
+            name = names.get_name(part.name, try_suffixes=(".weight", ".bias", ".weight.1"))
+            assert name is not None, f"llama.cpp has no name for {entry.name}"
+            found.append(Entry(name, part.shape, part.read))
+    return found
+
+
+def _divided(entry: Entry) -> list[Entry]:
+    """Divide a matrix for q, k and v, and a kernel (C, 3, 2, P, P) for two frames: llama.cpp stores them separately."""
+
+    def part(name: str, shape: tuple[int, ...], take: Callable[[torch.Tensor], torch.Tensor]) -> Entry:
+        return Entry(name, shape, lambda: take(entry.read()))
+
+    if ".qkv." in entry.name:
+        shape = (entry.shape[0] // 3, *entry.shape[1:])
+        return [part(entry.name.replace("qkv", to), shape, lambda t, i=i: t.chunk(3)[i]) for i, to in enumerate("qkv")]
+    if len(entry.shape) == 5:
+        shape = entry.shape[:2] + entry.shape[3:]
+        return [part(entry.name + end, shape, lambda t, i=i: t[:, :, i]) for i, end in enumerate(("", ".1"))]
+    return [entry]
+
+
+def ready_template(form: ReadyForm, template: str) -> str:
+    """Return a processor's chat template for llama.cpp, whose image marks look like <__media__> and are text.
+
+    The template gets parts of type "image" for them, as in training, and the marks replace what it writes.
+    """
+    template = template.removesuffix("\n")  # as Jinja does at the end of a file
+    return f"{_AS_PARTS}{template}{{% endset %}}{_MARKED.replace('MARK', form.mark)}"
+
+
+_AS_PARTS = (
+    "{% set talk = namespace(turns=[], mark='') %}{% for message in messages %}"
+    "{% set found = namespace(text='', parts=[]) %}"
+    "{% if message['content'] is string %}{% set found.text = message['content'] %}"
+    "{% else %}{% for part in message['content'] or [] %}{% set found.text = found.text + part['text'] %}{% endfor %}"
+    "{% endif %}{% for piece in found.text.split('<__media') %}{% set rest = namespace(text=piece) %}"
+    "{% if not loop.first %}{% set cut = piece.split('__>') %}{% set talk.mark = '<__media' + cut[0] + '__>' %}"
+    "{% set found.parts = found.parts + [{'type': 'image'}] %}{% set rest.text = cut[1:] | join('__>') %}{% endif %}"
+    "{% if rest.text %}{% set found.parts = found.parts + [{'type': 'text', 'text': rest.text}] %}{% endif %}"
+    "{% endfor %}{% set talk.turns = talk.turns + [dict(message, content=found.parts)] %}{% endfor %}"
+    "{% set messages = talk.turns %}{% set written %}"
+)
+_MARKED = "{{ written | replace('MARK', talk.mark) if talk.mark else written }}"
