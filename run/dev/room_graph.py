@@ -56,7 +56,7 @@ def without_shortcuts(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 def mermaid() -> str:
     """Return the fenced block for a page."""
     graph = without_shortcuts(room_imports())
-    arrows = [f"    {room} --> {other}" for room in sorted(graph) for other in sorted(graph[room])]
+    arrows = [f"    {room} --> {' & '.join(sorted(others))}" for room, others in sorted(graph.items()) if others]
     return "\n".join(["```mermaid", "graph TD", *arrows, "```"]) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""docs/matrix.md: which objectives, parallel axes and packed weights each model takes, as the flags' own checks say.
+"""docs/matrix.md: the objectives, parallel axes, packed weights and exports that each model takes, as checks say.
 
 python tests/helpers/ready_matrix.py --write docs/matrix.md
 """
@@ -10,11 +10,15 @@ import tempfile
 from pathlib import Path
 
 import llavas
+import ready_gguf
 import ready_models
+import torch
 import toys
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
+from llava_ds.export.export_plan import ExportPlan
+from llava_ds.extensions.active import choice
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.train import plan
 
@@ -33,6 +37,7 @@ COLUMNS = {
     "tensor": {"tensor_parallel_size": 2},
     "pipeline": {"pipeline_parallel_size": 2},
 }
+FORMATS = {"GGUF": "gguf"}  # columns of exports
 TWO = {"num_key_value_heads": 2}  # the published models have as many or more, but for E2B
 ROWS = {  # the published sizes that a row is about, its family, and settings of its language model
     "LLaVA's own composition": ("", {}),
@@ -55,20 +60,22 @@ ROWS = {  # the published sizes that a row is about, its family, and settings of
 BEGIN = """# Models and features
 
 For people who choose a model: ✓, or the number of the reason why a feature is refused. Every ✓ is tested against
-transformers' own forward or one rank. Written by `make docs` from the checks of the flags.
+transformers' own forward, one rank or llama.cpp.
 
 """
 
 
-def refusal(given: dict[str, str], flags: dict[str, object]) -> str:
-    """Return the reason why a run refuses a model with these flags; "" if it doesn't."""
+def refusal(given: dict[str, str], flags: dict[str, object], form: str = "") -> str:
+    """Return the reason why a run, or an export of this form, refuses a model with these flags; "" if it doesn't."""
     data = {"data_path": __file__, "deepspeed_config": "zero1", "output_dir": "out"}
     words = [word for name, value in {**data, **given, **flags}.items() for word in (f"--{name}", str(value))]
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             args, _ = parse_arguments(words)
             args, _ = take_from_model(args)
-            plan._plan_model(args)
+            model, images, _ = plan._plan_model(args)
+            if form:
+                choice("format", form).planned(ExportPlan(model, args.model, images, torch.float32, 512), "auto")
     except ConfigError as error:
         return " ".join(str(error).splitlines())
     return ""
@@ -79,7 +86,10 @@ def refusals(folder: Path) -> dict[str, dict[str, str]]:
     found = {}
     for row, (family, text) in ROWS.items():
         base = folder / row.replace(" ", "-")
-        if family:
+        if family in ready_gguf.FAMILIES:
+            path = str(ready_gguf.write_ready(base, family, **text))
+            given, teacher = {"model_name_or_path": path}, {"teacher_model_name_or_path": path}
+        elif family:
             given = ready_models.write_ready(base, family, **text)
             teacher = {"teacher_model_name_or_path": given["model_name_or_path"]}
         else:
@@ -89,14 +99,15 @@ def refusals(folder: Path) -> dict[str, dict[str, str]]:
         found[row] = {
             column: refusal(given, flags | {key: teacher[key] for key in flags.keys() & teacher})
             for column, flags in COLUMNS.items()
-        }
+        } | {column: refusal(given, {}, form) for column, form in FORMATS.items()}
     return found
 
 
 def page(cells: dict[str, dict[str, str]]) -> str:
     """Return docs/matrix.md."""
     reasons: dict[str, int] = {}
-    lines = [f"| |{'|'.join(COLUMNS)}|", f"|---|{'---|' * len(COLUMNS)}"]
+    columns = [*COLUMNS, *FORMATS]
+    lines = [f"| |{'|'.join(columns)}|", f"|---|{'---|' * len(columns)}"]
     for row, of_row in cells.items():
         marks = [str(reasons.setdefault(why, len(reasons) + 1)) if why else "✓" for why in of_row.values()]
         lines.append(f"|{row}|{'|'.join(marks)}|")

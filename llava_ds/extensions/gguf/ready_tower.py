@@ -12,10 +12,10 @@ import torch
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.tensors import Entry
 
-WINDOW = 112  # pixels of an attention window's side in llama.cpp's Qwen2.5-VL
-MERGE, FRAMES = 2, 2  # patches along a feature and frames of a patch in llama.cpp's Qwen-VL
-WARM_UP_SIDE = 560  # the key is required; images have their own size
+WARM_UP_SIDE = 560  # the key is required, but images have their own size
 TILE_TOKENS = ("\n", "\n\n", "<fake_token_around_image>", "<global-img>")  # llama.cpp writes them around tiles
+QWEN2 = {"spatial_merge_size": 2, "temporal_patch_size": 2, "hidden_act": "quick_gelu"}  # constants in llama.cpp
+QWEN25 = {**QWEN2, "hidden_act": "silu", "window_size": 112}
 
 
 @dataclass(frozen=True)
@@ -23,37 +23,38 @@ class ReadyForm:
     """A family in llama.cpp.
 
     projector: its name there; tower, connector: prefixes of tensor names that gguf's TensorNameMap knows; mark: what
-    the chat template writes for an image, and llama.cpp itself writes around its features; lacks: returns why
-    llama.cpp computes a model differently; add_keys: writes the keys that only this family has.
+    the chat template writes for an image, and llama.cpp itself around its features; constants: of the tower; lacks:
+    returns why llama.cpp computes other images; add_keys: writes the keys that only this family has.
     """
 
     projector: str
     tower: str
     connector: str
     mark: str
+    constants: dict[str, object]
     lacks: Callable[[ExportPlan], str | None]
     add_keys: Callable[[object, ExportPlan], None]
 
 
 def ready_problem(export: ExportPlan) -> str | None:
     """Return why llama.cpp lacks a ready model, or computes it differently."""
-    kind = export.model.architecture.config.model_type
-    if kind not in READY:
-        return f"a {kind} is no LLaVA, {' or '.join(READY)}"
+    form, tower = READY.get(export.model.architecture.config.model_type), export.model.tower.config
+    if form is None:
+        return f"of ready models it takes {', '.join(READY)}"
     if export.model.has_value_head:
         return "a reward model's head has no place in it"
-    form = READY[kind]
     if form.mark not in export.model.tokenizer.chat_template:
         return f"the chat template writes no {form.mark} for an image"
+    for name, expected in form.constants.items():
+        if getattr(tower, name) != expected:
+            return f"the tower has {name} {getattr(tower, name)}, expected {expected}"
     return form.lacks(export)
 
 
 def _other_tiles(export: ExportPlan) -> str | None:
-    vision, tiling = export.model.tower.config, export.image_options.tiling
-    if vision.hidden_act != "gelu_pytorch_tanh":
-        return f"the tower has {vision.hidden_act}, expected gelu_pytorch_tanh"
-    if tiling.side != vision.image_size:
-        return f"tiles of {tiling.side} pixels are not the tower's {vision.image_size}"
+    tower, tiling = export.model.tower.config, export.image_options.tiling
+    if tiling.side != tower.image_size:
+        return f"tiles of {tiling.side} pixels are not the tower's {tower.image_size}"
     if not tiling.splits or tiling.longest_edge <= tiling.side:
         return "an image is one tile, and llama.cpp cuts every image into tiles"
     tokenize = export.model.tokenizer.tokenize
@@ -67,44 +68,33 @@ def _add_tile_keys(writer, export: ExportPlan) -> None:
     writer.add_vision_use_gelu(True)
 
 
-def _other_cells(export: ExportPlan) -> str | None:
-    vision = export.model.tower.config
-    for name, expected in (("spatial_merge_size", MERGE), ("temporal_patch_size", FRAMES)):
-        if getattr(vision, name) != expected:
-            return f"the tower has {name} {getattr(vision, name)}, expected {expected}"
-    expected = "silu" if hasattr(vision, "window_size") else "quick_gelu"
-    if vision.hidden_act != expected:
-        return f"the tower has {vision.hidden_act}, expected {expected}"
+def _other_windows(export: ExportPlan) -> str | None:
+    full = sorted(set(export.model.tower.config.fullatt_block_indexes))
+    if not full or full != [*range(full[0], export.model.tower.config.depth, full[0] + 1)]:
+        return f"the tower's layers without windows are {full}, expected every n-th"
     return None
 
 
-def _other_windows(export: ExportPlan) -> str | None:
-    vision = export.model.tower.config
-    if vision.window_size != WINDOW:
-        return f"the tower has windows of {vision.window_size} pixels, expected {WINDOW}"
-    full = sorted(set(vision.fullatt_block_indexes))
-    if not full or full != [*range(full[0], vision.depth, full[0] + 1)]:
-        return f"the layers without windows are {full}, expected every n-th"
-    return _other_cells(export)
-
-
 def _add_cell_keys(writer, export: ExportPlan) -> None:
-    vision, tiling = export.model.tower.config, export.image_options.tiling
-    writer.add_vision_spatial_merge_size(vision.spatial_merge_size)
+    tower, tiling = export.model.tower.config, export.image_options.tiling
+    writer.add_vision_spatial_merge_size(tower.spatial_merge_size)
     writer.add_vision_min_pixels(tiling.least)
     writer.add_vision_max_pixels(tiling.most)
-    if hasattr(vision, "window_size"):
+    if hasattr(tower, "fullatt_block_indexes"):
         writer.add_vision_use_silu(True)
-        writer.add_vision_n_wa_pattern(min(vision.fullatt_block_indexes) + 1)
+        writer.add_vision_n_wa_pattern(min(tower.fullatt_block_indexes) + 1)
 
 
-_TILES = ReadyForm("idefics3", "model.vision_model.", "model.connector.", "<image>", _other_tiles, _add_tile_keys)
+_TILES = ReadyForm(
+    "idefics3", "model.vision_model.", "model.connector.", "<image>", {"hidden_act": "gelu_pytorch_tanh"}, _other_tiles,
+    _add_tile_keys,
+)  # fmt: skip
 _QWEN = ("visual.", "visual.merger.", "<|vision_start|><|image_pad|><|vision_end|>")
 READY = {  # transformers' model_type
     "smolvlm": _TILES,
     "idefics3": _TILES,
-    "qwen2_vl": ReadyForm("qwen2vl_merger", *_QWEN, _other_cells, _add_cell_keys),
-    "qwen2_5_vl": ReadyForm("qwen2.5vl_merger", *_QWEN, _other_windows, _add_cell_keys),
+    "qwen2_vl": ReadyForm("qwen2vl_merger", *_QWEN, QWEN2, lambda export: None, _add_cell_keys),
+    "qwen2_5_vl": ReadyForm("qwen2.5vl_merger", *_QWEN, QWEN25, _other_windows, _add_cell_keys),
 }
 
 

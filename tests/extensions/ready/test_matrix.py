@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "matrix.md"
 
 @pytest.mark.full
 @pytest.mark.skipif(
-    not (all(map(known, ready_matrix.COLUMNS.values())) and {"preference", "rl", "embed"} <= EXTENSIONS.keys()),
+    not (all(map(known, ready_matrix.COLUMNS.values())) and {"preference", "rl", "embed", "gguf"} <= EXTENSIONS.keys()),
     reason="an extension that the page has a column for is not here",
 )
 def test_the_page_says_what_runs_refuse(tmp_path):

@@ -120,7 +120,12 @@ def test_keys(family, exported):
                 "clip.vision.block_count": 2, "clip.vision.attention.head_count": 2}  # fmt: skip
     if family.startswith("qwen"):
         assert text["general.architecture"] == "qwen2vl" and text["qwen2vl.rope.dimension_sections"] == [4, 2, 2, 0]
-        cells = {"patch_size": 28, "spatial_merge_size": 2, "image_min_pixels": 4 * 56**2, "image_max_pixels": 64 * 56**2}
+        cells = {
+            "patch_size": 28,
+            "spatial_merge_size": 2,
+            "image_min_pixels": 4 * 56**2,
+            "image_max_pixels": 64 * 56**2,
+        }
         expected |= {f"clip.vision.{name}": value for name, value in cells.items()}
         expected["clip.projector_type"] = {"qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger"}[family]
         if family == "qwen2_5_vl":
@@ -175,24 +180,32 @@ def changed(source: Path, folder: Path, file: str, change) -> Path:
     return folder
 
 
-PROCESSOR = "processor_config.json"
+CONFIG, PROCESSOR = "config.json", "processor_config.json"
+
+
+def half_tiles(processor: dict) -> None:
+    processor["image_processor"]["max_image_size"]["longest_edge"] = 16
+    processor["image_seq_len"] = 1
+
+
+def tower_with(**settings: object):
+    return lambda config: config["vision_config"].update(settings)
+
+
 REFUSED = {
     "smolvlm": [
-        ("config.json", lambda c: c["vision_config"].update(hidden_act="gelu"), "has gelu, expected gelu_pytorch_tanh"),
-        (PROCESSOR, lambda c: (c["image_processor"]["max_image_size"].update(longest_edge=16), c.update(image_seq_len=1)),
-         "tiles of 16 pixels are not the tower's 32"),
+        (CONFIG, tower_with(hidden_act="gelu"), "has hidden_act gelu, expected gelu_pytorch_tanh"),
+        (PROCESSOR, half_tiles, "tiles of 16 pixels are not the tower's 32"),
         (PROCESSOR, lambda c: c["image_processor"].update(do_image_splitting=False), "llama.cpp cuts every image"),
         (PROCESSOR, lambda c: c["image_processor"]["size"].update(longest_edge=32), "llama.cpp cuts every image"),
     ],
     "qwen2_5_vl": [
-        ("config.json", lambda c: c["vision_config"].update(window_size=224), "windows of 224 pixels, expected 112"),
-        ("config.json", lambda c: c["vision_config"].update(fullatt_block_indexes=[0]), "every n-th"),
-        ("config.json", lambda c: c["vision_config"].update(hidden_act="gelu"), "the tower has gelu, expected silu"),
+        (CONFIG, tower_with(window_size=224), "has window_size 224, expected 112"),
+        (CONFIG, tower_with(fullatt_block_indexes=[0]), "expected every n-th"),
+        (CONFIG, tower_with(hidden_act="gelu"), "has hidden_act gelu, expected silu"),
     ],
-    "qwen2_vl": [
-        ("config.json", lambda c: c["vision_config"].update(hidden_act="silu"), "silu, expected quick_gelu"),
-    ],
-}  # fmt: skip
+    "qwen2_vl": [(CONFIG, tower_with(hidden_act="silu"), "has hidden_act silu, expected quick_gelu")],
+}
 
 
 def test_models_that_llama_cpp_computes_differently_are_refused(family, source, tmp_path):
@@ -204,7 +217,9 @@ def test_models_that_llama_cpp_computes_differently_are_refused(family, source, 
 
 def test_other_families_and_tokenizers_are_refused(tmp_path):
     ready_models.write_ready(tmp_path / "gemma3", "gemma3")
-    with pytest.raises(ConfigError, match="a gemma3 is no LLaVA, smolvlm or idefics3 or qwen2_vl or qwen2_5_vl"):
+    with pytest.raises(
+        ConfigError, match="of ready models it takes smolvlm, idefics3, qwen2_vl, qwen2_5_vl; give --format hf"
+    ):
         converted(tmp_path / "gemma3", tmp_path / "no")
     ready_models.write_ready(tmp_path / "smolvlm", "smolvlm")
     with pytest.raises(ConfigError, match=re.escape(r"the tokenizer has no token '\n\n' for tiles")):
