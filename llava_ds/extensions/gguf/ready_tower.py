@@ -1,5 +1,5 @@
 # C width of the tower, P pixels of a patch's side
-"""Ready models in llama.cpp's form: what it has of them, their towers' tensors and keys, and their chat templates.
+"""Ready models in llama.cpp's form: families, tensors and keys of their towers, and their chat templates.
 
 Names, keys and layouts follow llama.cpp's conversion/ and tools/mtmd/.
 """
@@ -22,9 +22,9 @@ QWEN25 = {**QWEN2, "hidden_act": "silu", "window_size": 112}
 class ReadyForm:
     """A family in llama.cpp.
 
-    projector: its name there; tower, connector: prefixes of tensor names that gguf's TensorNameMap knows; mark: what
-    the chat template writes for an image, and llama.cpp itself around its features; constants: of the tower; lacks:
-    returns why llama.cpp computes other images; add_keys: writes the keys that only this family has.
+    projector: its name there; tower, connector: prefixes of tensor names in gguf's TensorNameMap; mark: the chat
+    template's text for an image, as llama.cpp writes it around features; constants: expected settings of the tower;
+    lacks: returns why llama.cpp computes other features; add_keys: writes the keys that only this family has.
     """
 
     projector: str
@@ -40,7 +40,7 @@ def ready_problem(export: ExportPlan) -> str | None:
     """Return why llama.cpp lacks a ready model, or computes it differently."""
     form, tower = READY.get(export.model.architecture.config.model_type), export.model.tower.config
     if form is None:
-        return f"of ready models it takes {', '.join(READY)}"
+        return f"the ready models with this format are {', '.join(READY)}"
     if export.model.has_value_head:
         return "a reward model's head has no place in it"
     if form.mark not in export.model.tokenizer.chat_template:
@@ -130,9 +130,9 @@ def _divided(entry: Entry) -> list[Entry]:
 
 
 def ready_template(form: ReadyForm, template: str) -> str:
-    """Return a processor's chat template for llama.cpp, whose image marks look like <__media__> and are text.
+    """Return a processor's chat template for llama.cpp: its image marks look like <__media__> and are text.
 
-    The template gets parts of type "image" for them, as in training, and the marks replace what it writes.
+    The template gets them as parts of type "image", like in training, and its text for them becomes the mark again.
     """
     template = template.removesuffix("\n")  # as Jinja does at the end of a file
     return f"{_AS_PARTS}{template}{{% endset %}}{_MARKED.replace('MARK', form.mark)}"

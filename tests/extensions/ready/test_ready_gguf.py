@@ -218,7 +218,8 @@ def test_models_that_llama_cpp_computes_differently_are_refused(family, source, 
 def test_other_families_and_tokenizers_are_refused(tmp_path):
     ready_models.write_ready(tmp_path / "gemma3", "gemma3")
     with pytest.raises(
-        ConfigError, match="of ready models it takes smolvlm, idefics3, qwen2_vl, qwen2_5_vl; give --format hf"
+        ConfigError,
+        match="the ready models with this format are smolvlm, idefics3, qwen2_vl, qwen2_5_vl; give --format hf",
     ):
         converted(tmp_path / "gemma3", tmp_path / "no")
     ready_models.write_ready(tmp_path / "smolvlm", "smolvlm")
