@@ -159,7 +159,7 @@ def test_colours_of_16_bits_that_pillow_reads_with_8_are_named(tmp_path):
     parts = chunk(b"IHDR", header) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
     (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + parts)
     [note] = notes_of(tmp_path / "a.png")
-    assert note.endswith("a.png, 16 bits a channel, up to 4095 of 65535, read as 8 bits")
+    assert note.endswith("a.png, 16 bits per channel, up to 4095 of 65535, read as 8 bits")
 
 
 @pytest.mark.parametrize("text", ["", "0", "5,5", "9,1", "0,nan", "-inf,3", "a,b", "0,1,2", "own"])

@@ -1,5 +1,5 @@
 # h, w height and width
-"""Convert images with more than 8 bits a value to 8 bits, and describe those that lose most of their information."""
+"""Convert images with more than 8 bits per value to 8 bits, and describe those that lose most of their information."""
 
 import functools
 
@@ -35,11 +35,11 @@ def to_eight_bits(image: Image.Image, value_range: str | None = None) -> Image.I
 def described(image: Image.Image, value_range: str | None = None) -> str:
     """Describe a decoded image that uses less than 1/16 of its range, or has more than 1/16 of its pixels outside it;
     else "". Raises ValueError as to_eight_bits does."""
-    if not image.mode.startswith(("I", "F")):  # 16 bits a channel, of which Pillow reads 8
+    if not image.mode.startswith(("I", "F")):  # 16 bits per channel, of which Pillow reads 8
         extrema = image.getextrema()
         bands = extrema if isinstance(extrema[0], tuple) else (extrema,)
         most = max(high for _, high in bands[: 1 if image.mode == "LA" else 3])
-        return f"16 bits a channel, up to {256 * most + 255} of 65535, read as 8 bits" if most < 256 * PART else ""
+        return f"16 bits per channel, up to {256 * most + 255} of 65535, read as 8 bits" if most < 256 * PART else ""
     values = _values(image, True)
     least, most = _least_and_most(values)
     if value_range is None:

@@ -81,8 +81,8 @@ def image_size(ref: FileRef) -> Size:
 
 
 def _is_wide(image: Image.Image) -> bool:
-    """True for an undecoded image of more than 8 bits a value: a deep image, or one of 16 bits a channel (Pillow reads
-    only the upper 8)."""
+    """True for an undecoded image of more than 8 bits per value: a deep image, or one of 16 bits per channel (of which
+    Pillow reads only the upper 8)."""
     if is_deep(image):
         return True
     if image.format not in _WIDE_FORMATS or not image.tile:
