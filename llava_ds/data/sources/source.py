@@ -3,14 +3,14 @@
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
 from llava_ds.boxes import BboxType
+from llava_ds.constants import DataError, in_short
 from llava_ds.data.file_slices import read_errors
-from llava_ds.data.sources.converted import converted
 from llava_ds.data.sources.embedded import IMAGES, ImageStore, Row, embed, rejected, spooled
 from llava_ds.data.sources.json_files import holds_data_uri, read_json_list, read_jsonl
 from llava_ds.data.sources.locate import KINDS
@@ -19,7 +19,34 @@ from llava_ds.data.sources.options import RECORD_WEIGHT_KEYS, TEMPLATE_KWARGS, T
 from llava_ds.data.sources.selection import Selection
 from llava_ds.data.sources.tables import num_parquet_rows, open_saved, read_csv, read_parquet, read_saved
 from llava_ds.data.sources.tars import read_shard
-from llava_ds.extensions.active import record_fields
+from llava_ds.extensions.active import converters, record_fields
+
+
+def converted(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield the rows with every record converted by all plugins that do so."""
+    found = converters()
+    return ((file, line, one) for file, line, text in rows for one in _convert(text, found)) if found else iter(rows)
+
+
+def _convert(text: str, found: dict) -> list[str]:
+    try:
+        records = [json.loads(text)]
+    except (ValueError, RecursionError):
+        return [text]  # to_sample reports the reason
+    if not isinstance(records[0], dict):
+        return [text]
+    for name, fields in found.items():
+        try:
+            made = [fields.convert(record) for record in records]
+            records = [one for each in made for one in (each if isinstance(each, list) else [each])]
+            assert all(isinstance(one, dict) for one in records), "convert() returned no record"
+            texts = [json.dumps(one) for one in records]
+        except DataError as error:
+            return [rejected(str(error))]
+        except Exception as error:
+            return [rejected(f"can't be converted by {name}.py: {in_short(repr(error))}")]
+    return texts
+
 
 FORMATS = {
     "llava": "LLaVA records",

@@ -25,8 +25,7 @@ from llava_ds.extensions.benchmarks.answer_rules import (
     named_box,
     relaxed_match,
 )
-from llava_ds.extensions.benchmarks.caption_words import caption_words
-from llava_ds.extensions.benchmarks.captions import cider, rouge_l
+from llava_ds.extensions.benchmarks.captions import caption_words, cider, rouge_l
 from llava_ds.extensions.benchmarks.normalise import evalai_answer, plain_answer, vqa_answer, vqa_punctuation
 from llava_ds.extensions.benchmarks.option_letters import LETTERS, matched_letter, named_letter, says_yes
 from llava_ds.extensions.benchmarks.question import Question

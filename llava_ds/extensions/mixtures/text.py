@@ -32,7 +32,12 @@ _OWN = ("model_type", "architectures", "transformers_version", "auto_map", UPCYC
 
 
 def native_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig | None, str]:
-    """Return the configuration of the same model in a transformers family and "", or None and the reason."""
+    """Return the configuration of the same model in a transformers family and "", or None and the reason.
+
+    Llama becomes Mixtral, Qwen 3 Qwen3-MoE. Both choose the k largest probabilities of a softmax over all experts and
+    scale them to the sum 1, like DeepSpeed's gate for k >= 2. Neither combines experts with an MLP. Mixtral has experts
+    in every layer.
+    """
     family, mixture = FAMILIES.get(config.model_type), Mixture.of(config)
     dense = [layer for layer in range(config.num_hidden_layers) if layer not in mixture.layers]
     has_biases = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)

@@ -13,7 +13,7 @@ from llava_ds.boxes import THOUSANDTHS, BoxFormat
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.extensions.benchmarks.answer_rules import BOX_UNITS, mmmu_letter, named_box
 from llava_ds.extensions.benchmarks.benchmarks import BENCHMARKS
-from llava_ds.extensions.benchmarks.caption_words import caption_words
+from llava_ds.extensions.benchmarks.captions import caption_words
 from llava_ds.extensions.benchmarks.normalise import evalai_answer, vqa_answer
 from llava_ds.extensions.benchmarks.option_letters import matched_letter, named_letter, says_yes
 from llava_ds.extensions.benchmarks.question import Question, with_resized_sizes
