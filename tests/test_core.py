@@ -27,7 +27,7 @@ BARS = {
     "feature words": 61,
     "kernel files": 39,
     "kernel lines": 5819,
-    "all lines": 77974,
+    "all lines": 77833,
 }
 
 # What one reads to understand training.

@@ -42,7 +42,7 @@ MAX_ID = 200  # characters of a rejected record's id
 
 @dataclass(frozen=True)
 class Checker:
-    """Converts a table of RECORDS to a table of ROWS of the same length, in worker processes."""
+    """Converts a RECORDS table to an equally long ROWS table, in worker processes."""
 
     sources: tuple[Source, ...]
     encoder: Encoder

@@ -13,7 +13,7 @@ MODEL_ROLES = ("assistant", "gpt")
 
 
 def code_of(text: str) -> int:
-    """Return a number of 63 bits that stands for a text in tensors."""
+    """Return a number of 63 bits that represents a text in tensors."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 

@@ -1,4 +1,4 @@
-"""Generate answers to all questions on all ranks; neither rank count nor interruptions change an answer."""
+"""Generate answers to all questions on all ranks; the rank count and interruptions don't change an answer."""
 
 from collections.abc import Callable, Container
 

@@ -1,4 +1,4 @@
-"""Declarations of benchmarks with one table of questions, and conversion of their records to questions."""
+"""Declarations of benchmarks with one question table, and conversion of their records to questions."""
 
 import re
 from collections.abc import Callable, Iterable

@@ -143,7 +143,7 @@ class ImageFolder:
 
 
 def matching(answers: dict, key: object, path: str | Path) -> object:
-    """Return the answers to a question in an annotation file. Raises DataError if there are none."""
+    """Return the answers to a question in an annotation file. Raises DataError if it has no answers."""
     if key not in answers:
         raise DataError(f"is the question {short(key)}, but {path} has no answer to it")
     return answers[key]

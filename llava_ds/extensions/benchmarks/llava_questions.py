@@ -114,7 +114,7 @@ def _scoring(record: RawRecord, source: Source, metric: str) -> tuple[list[str] 
 
 def _questions_of(sample: Sample, scoring: tuple[list[str] | None, list[str]], given: Given) -> list[Question]:
     questions, (references, turn_kinds) = [], scoring
-    # Skip answers with weight 0, which may be wrong, and calls, which are not text.
+    # Skip answers with weight 0 (they may be wrong) and calls (they are not text).
     answered = [i for i, m in enumerate(sample.messages) if m.role == "gpt" and i > 0 and m.weight and not m.tool_calls]
     if given.turns == "each" and any(message.role == "tool" for message in sample.messages):
         raise DataError("has tool results, but they mean nothing without their calls: leave out --turns each")

@@ -52,7 +52,7 @@ def _vqav2_records(benchmark: Benchmark, given: Given) -> list[dict]:
 
 
 def _textvqa_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """Read TextVQA_0.5.1_val.json, alone or with llava_textvqa_val_v051_ocr.jsonl, whose texts include OCR tokens."""
+    """Read TextVQA_0.5.1_val.json, alone or with llava_textvqa_val_v051_ocr.jsonl (its texts include OCR tokens)."""
 
     def key(record: dict) -> tuple[str, str]:
         """Return image and text, the fields that LLaVA's files have."""
