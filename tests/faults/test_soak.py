@@ -47,17 +47,21 @@ def test_nothing_grows(tmp_path, monkeypatch, kind):
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         looks = json.loads((tmp_path / f"soak-{rank}.json").read_text())
-        late = looks[len(looks) // 4 :]  # until the first loss.png is drawn, after a minute, a run still grows
+        late = looks[len(looks) // 4 :]
         assert len(late) >= 15, "the run was too short to be looked at"
         growth, error = trend([look["step"] for look in late], [look["in use"] for look in late])
         print(f"\n{kind} rank {rank}: {growth:.0f} ± {error:.0f} bytes a step; {late[0]} to {late[-1]}")
         assert error < MOST_ERROR and growth - 2 * error < MOST_GROWTH
         half = len(late) // 2
-        for key in ("files", "threads", "children"):
-            assert min(look[key] for look in late[half:]) <= min(look[key] for look in late[:half]), key
+        for key in ("files", "threads", "children"):  # one kept at every save would be half more
+            assert min(look[key] for look in late[half:]) < min(look[key] for look in late[:half]) + half / 2, key
 
 
 def trend(steps: list[int], values: list[float]) -> tuple[float, float]:
-    """The slope of the line through the values, and its standard error."""
-    (slope, _), covariance = np.polyfit(steps, values, 1, cov=True)
-    return float(slope), float(covariance[0, 0] ** 0.5)
+    """The median slope between neighbouring values, and its standard error.
+
+    A single jump does not count: the first loss.png, drawn after a minute, loads matplotlib.
+    """
+    slopes = np.diff(values) / np.diff(steps)
+    growth = np.median(slopes)
+    return float(growth), float(1.86 * np.median(abs(slopes - growth)) / len(slopes) ** 0.5)
