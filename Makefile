@@ -212,7 +212,7 @@ $(VLLM)/.installed: run/dev/serving/vllm.txt run/dev/serving/torchvision_operato
 serve-check-gguf: install $(LLAMA_CPP)/.installed
 	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
 	$(BIN)/python run/dev/serve_check.py --llama_cpp_python $(LLAMA_CPP)/bin/python --output output/serve-check-gguf $(ARGS)
-	LLAMA_CPP='$(abspath $(LLAMA_CPP))' $(BIN)/python -m pytest -m full -rs tests/extensions/gguf/test_llama_cpp.py tests/extensions/ready/test_ready_llama_cpp.py
+	LLAMA_CPP='$(abspath $(LLAMA_CPP))' $(BIN)/python -m pytest -m full -rsP $(wildcard tests/extensions/*/test_*llama_cpp.py)
 
 $(LLAMA_CPP)/.installed:
 	$(PYTHON) -m venv --clear $(LLAMA_CPP)
