@@ -1,7 +1,9 @@
 """Load the files of --plugin: each becomes an extension, like a folder of extensions/. Only loaded with the flag."""
 
 import argparse
+import collections
 import dataclasses
+import fnmatch
 import functools
 import hashlib
 import importlib.util
@@ -24,8 +26,8 @@ from llava_ds.extensions.base import (
     Extension,
     ExtensionFlags,
     MeshPart,
-    Number,
     StatePart,
+    Wrap,
 )
 from llava_ds.extensions.plugin_slots import ProjectorKind, RecordFields
 from llava_ds.extensions.table import EXTENSIONS, Trigger
@@ -34,6 +36,7 @@ from llava_ds.extensions.table import EXTENSIONS, Trigger
 CHOICES = {"mm_projector_type": ProjectorKind}
 # Slots that need an entry in the extension table, so only a folder can have them.
 OF_FOLDERS = ("store", "folder", "open_folder", "text")
+OF_CHECKPOINTS = (".*", "engine", "latest", "manifest.json", "trainer.json", "layout-*", "random-*", "zero_to_*")
 CALLED = ("check", "fits", "plan", "open_data", "complete", "module", "beside", "objective")
 VALUES = {"fields": RecordFields, "adapter": Adapter, "state": StatePart, "mesh": MeshPart}
 NOT_TRIED = "a plugin whose Flags define no needs counts as untested with this"
@@ -114,6 +117,10 @@ def _load(name: str, file: _File) -> None:
                 f"{where}: choices of {flag!r}: give a value of a class of extensions/plugin_slots.py's "
                 f"{CHOICES[flag].__name__}"
             )
+    own = [each for each in vars(module).values() if getattr(each, "__module__", None) == module.__name__]
+    unread = [each for each in own if isinstance(each, type) and issubclass(each, ExtensionFlags)]
+    if unread and flags is None:
+        raise ConfigError(f"{where}: nothing reads the flags of {unread[0].__name__}: name the class Flags")
     module.Flags = _flags(name, flags, extension, where)
     spelled = [
         word.removeprefix("--")
@@ -150,19 +157,36 @@ def _check_slots(extension: Extension, where: str) -> None:
         if (value := getattr(extension, slot)) is not None and not callable(value):
             raise ConfigError(f"{where}: {slot}: give a function with the arguments in extensions/base.py's Extension")
     for slot, kind in VALUES.items():
-        if (value := getattr(extension, slot)) is not None and not isinstance(value, kind):
+        value = getattr(extension, slot)
+        if value is not None and (not isinstance(value, kind) or type(value) is Adapter):
             file = kind.__module__.rpartition(".")[2]
             raise ConfigError(f"{where}: {slot}: give a value of extensions/{file}.py's {kind.__name__}")
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in extension.hooks):
+    if extension.state is not None:
+        _check_state(extension.state, where)
+    if not isinstance(extension.choices, Mapping):
+        raise ConfigError(f"{where}: choices is {extension.choices!r:.60}: give {{'mm_projector_type': MyKind()}}")
+    if not isinstance(extension.hooks, (tuple, list)) or not all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in extension.hooks
+    ):
         raise ConfigError(f"{where}: hooks: give pairs of a Phase and a class: ((Phase.LOG, MyHook),)")
-    names = getattr(extension.fields, "names", ())
-    if not isinstance(names, (tuple, list)):
-        raise ConfigError(f"{where}: fields: names is {names!r}: give a tuple of keys: ({names!r},)")
+    for name in ("names", "columns"):
+        keys = getattr(extension.fields, name, ())
+        if not (isinstance(keys, (tuple, list)) and all(isinstance(key, str) for key in keys)):
+            one = keys if isinstance(keys, str) else "my_key"
+            raise ConfigError(f"{where}: fields: {name} is {keys!r}: give a tuple of keys: ({one!r},)")
+
+
+def _check_state(state: StatePart, where: str) -> None:
+    """Raise ConfigError for a file that would be outside a checkpoint, or is one of its own."""
+    file = state.file
+    is_name = isinstance(file, str) and os.path.basename(file) == file != ""
+    if not is_name or any(fnmatch.fnmatch(file, own) for own in OF_CHECKPOINTS):
+        raise ConfigError(f"{where}: state: file is {file!r:.60}: give a name of its own, like 'my_idea.pt'")
 
 
 def _checked(extension: Extension, module: ModuleType) -> Extension:
     """Check the arguments of all functions, and return the extension with functions whose results are checked."""
-    values = map(type, (extension.wrap, extension.fields, *extension.choices.values()))
+    values = map(type, (extension.wrap, extension.fields, extension.adapter, *extension.choices.values()))
     for kind in (extension.part, *(hook for _, hook in extension.hooks), *values):
         if isinstance(kind, type) and kind.__module__ == module.__name__:
             check_class(kind)
@@ -171,6 +195,8 @@ def _checked(extension: Extension, module: ModuleType) -> Extension:
         if function := getattr(extension, slot):
             takes, gives = typing.get_args(typing.get_args(Extension.__annotations__[slot])[0])
             functions[slot] = checked(function, None if takes is ... else takes, gives, slot)
+    if (state := extension.state) is not None:
+        functions["state"] = state._replace(of=checked(state.of, ["model"], "dict[str, Tensor]", "state"))
     return dataclasses.replace(extension, **functions)
 
 
@@ -188,12 +214,16 @@ def _run(name: str, file: _File) -> ModuleType:
             error_of_plugin(error, [str(path)])
             or f"--plugin {path}:{error.lineno or 1}: {type(error).__name__}: {error}"
         )
-        raise ConfigError(found + _slot_hint(error)) from error
+        raise ConfigError(found + _hint(error, path)) from error
     return module
 
 
-def _slot_hint(error: BaseException) -> str:
-    """Suggest a slot for an unknown name."""
+def _hint(error: BaseException, path: Path) -> str:
+    """Suggest a slot for an unknown name, and what to do about a file that can't be read or imported."""
+    if isinstance(error, SyntaxError) and ("unicode error" in error.msg or "null bytes" in error.msg):
+        return ": save the file as UTF-8"
+    if isinstance(error, ModuleNotFoundError) and (path.parent / f"{error.name.rpartition('.')[2]}.py").exists():
+        return ": a plugin is one file, and can't import others of its folder: put the code into it"
     found = re.fullmatch(r"Extension\.__init__\(\) got an unexpected keyword argument '(\w+)'.*", str(error))
     if found is None:
         return ""
@@ -209,25 +239,45 @@ def _flags(name: str, given: object, extension: Extension, where: str) -> type[E
         raise ConfigError(f"{where}: Flags: give a frozen dataclass of extensions/base.py's ExtensionFlags")
     if is_class:
         check_class(given)
-        numbers = given.numbers.values() if isinstance(given.numbers, Mapping) else [None]
-        if not all(isinstance(each, Number) for each in numbers):
-            raise ConfigError(f"{where}: Flags.numbers is {given.numbers!r:.60}: give a Number for each name")
-        if not isinstance(given.differs, (str, property)):
-            raise ConfigError(f"{where}: Flags.differs is {given.differs!r:.60}: give the reason, a text")
+        _check_numbers(given, where)
     else:
         given = dataclasses.make_dataclass("Flags", [], bases=(ExtensionFlags,), frozen=True)
     for field in dataclasses.fields(given):
         flag = field.metadata.get("flag")
         if flag is None or flag.group != name:
             raise ConfigError(f'{where}: Flags.{field.name}: declare it by a function from flags_of("{name}")')
+        try:
+            field.metadata["help"] % collections.defaultdict(int)  # as argparse does
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{where}: Flags.{field.name}: write % in its help as %% ({error})") from error
     if "needs" not in vars(given):
         given.needs = UNTRIED
     if "requested_by" not in vars(given):
         given.requested_by = functools.partialmethod(_requested_by, where)
-    given.of_model = given.of_model or extension.module is not None
+    if extension.mesh is not None and given.axis is ExtensionFlags.axis:
+        raise ConfigError(f"{where}: nothing reads mesh without an axis: define Flags.axis, which returns an Axis")
+    given.of_model = given.of_model or extension.module is not None or _changes_model(extension.wrap)
     given.differs = given.differs or getattr(extension.part, "differs", "")
     given.problems = functools.partialmethod(_problems, given.problems, extension, where)
     return given
+
+
+def _changes_model(wrap: Wrap | None) -> bool:
+    """True if a wrap has a method that is only called for flags of the model."""
+    names = [name for name in vars(Wrap) if name[0] != "_" and name not in ("groups", "kernels", "started")]
+    return isinstance(wrap, Wrap) and any(getattr(type(wrap), name) is not getattr(Wrap, name) for name in names)
+
+
+def _check_numbers(given: type[ExtensionFlags], where: str) -> None:
+    """Raise ConfigError for numbers of the log that can't be shown."""
+    for number in () if isinstance(given.numbers, property) else given.numbers.values():
+        try:
+            number.bar.format(0.5)
+        except (AttributeError, IndexError, KeyError, ValueError) as error:
+            raise ConfigError(
+                f"{where}: Flags.numbers has {number!r:.80} ({error}): give a Number for each name, with a title "
+                "and a text like 'loss {:.3f}'"
+            ) from error
 
 
 def _requested_by(flags: ExtensionFlags, where: str) -> str:

@@ -336,7 +336,7 @@ class StepEnd:
     def raise_problems(self) -> None:
         """Raise DataError, on every rank, if there are problems."""
         if self.problems:
-            raise DataError("\n".join(self.problems))
+            raise DataError("\n".join(map(str, self.problems)))
 
     def paused_s(self) -> float:
         """Seconds since the step that don't count towards the next step."""
@@ -449,7 +449,7 @@ class Wrap:
     """An extension's changes to each model that trains, and to its engine.
 
     All methods are collective, called in the order of the table of extensions. Returned lines are printed.
-    For flags that are not of_model, only kernels and started are called.
+    For flags that are not of_model, only groups, kernels and started are called.
     """
 
     def check(self, args: "ModelArguments") -> None:

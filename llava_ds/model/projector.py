@@ -149,9 +149,10 @@ def _check_own_shape(_, inputs: tuple, output: torch.Tensor, *, kind: str, strid
     """Raise ConfigError unless an extension's projector returned (N, P / stride**2, width)."""
     n, patches, _ = inputs[0].shape
     expected = (n, (math.isqrt(patches) // stride) ** 2, width)
-    if tuple(output.shape) != expected:
+    found = tuple(output.shape) if isinstance(output, torch.Tensor) else f"of a {type(output).__name__}, no tensor"
+    if found != expected:
         raise ConfigError(
-            f"--mm_projector_type {kind}: its forward() returned the shape {tuple(output.shape)}, expected {expected}: "
+            f"--mm_projector_type {kind}: its forward() returned the shape {found}, expected {expected}: "
             f"{patches} patches per tile in squares of {stride} x {stride} (stride()), and the language model's width"
         )
 

@@ -1,6 +1,7 @@
 # T tokens of a pack, n positions of the loss, n0 positions of the objective's own head, D language-model width
 """An additional loss on the language model's hidden states, added to the objective's loss. For extensions."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 from llava_ds.batch import Batch
-from llava_ds.config.plugin_calls import returned
+from llava_ds.config.plugin_calls import place, returned
+from llava_ds.constants import ConfigError
 from llava_ds.model.heads import Head
 from llava_ds.train.objectives.objective import MicroLoss, Wrapped
 
@@ -33,6 +35,12 @@ class HiddenLoss(Wrapped):
     at: Callable[[Batch], torch.Tensor]
     values: Values
 
+    def __post_init__(self) -> None:
+        is_right = callable(self.at) and callable(self.values) and isinstance(self.name, str)
+        if not (is_right and isinstance(self.weight, (int, float)) and math.isfinite(self.weight)):
+            found = f"name {self.name!r:.40} and weight {self.weight!r:.40}"
+            raise TypeError(f"HiddenLoss got {found}, expected a text, a finite number, and functions as at and values")
+
     def forward(self, engine: Callable[[Batch, Head], Any], batch: Batch) -> MicroLoss:
         """Run the objective with both heads in one forward pass."""
         terms = []
@@ -44,6 +52,8 @@ class HiddenLoss(Wrapped):
 
         micro = self.objective.forward(both, batch)
         term = sum(terms)
+        if self.weight and micro.loss_sum.requires_grad and not term.requires_grad:
+            raise ConfigError(f"{place(self.values)} returned a loss without a gradient, expected one: don't detach it")
         metrics = {**micro.metrics, self.name: term.detach().double()}
         return micro._replace(loss_sum=micro.loss_sum + self.weight * term, metrics=metrics)
 

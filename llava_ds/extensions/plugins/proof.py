@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from llava_ds.batch import Batch
-from llava_ds.config.plugin_calls import error_of_plugin, returned
+from llava_ds.config.plugin_calls import described, error_of_plugin, last_returned, place, returned
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.dataset import EncodedDataset
-from llava_ds.data.loader import micro_batches
+from llava_ds.data.loader import Window, micro_batches
 from llava_ds.engine.runner import Runner
 from llava_ds.engine.warm_up import discard_gradients
 from llava_ds.extensions.active import plugins
@@ -50,6 +50,9 @@ def prove(plan: Plan, runner: Runner, objective: Objective, ranks: Ranks, mesh: 
     if ranks.world_size > mesh.dp or not dataset.is_whole or traits.draws:
         return ["plugins are not checked before training: the samples are not known before, or ranks share them"]
     samples = _different(dataset)
+    _check_scales(
+        objective, Window([next(micro_batches(dataset, [samples], 0, ranks.device, mesh))], len(samples), 0.0)
+    )
     trial = Trial(plan, runner, objective, ranks, mesh, list(_batches(dataset, samples, ranks, mesh)))
     model = runner.engine.module
     with _blaming(plan), _without_dropout(model), _same_buffers(model), StoredModules.of(plan, model, ranks) as stored:
@@ -146,9 +149,14 @@ class Trial:
     def _layouts(self) -> tuple[Sums, Sums]:
         """Return the sums over the pack, and over the samples alone."""
         packed, *alone = map(self._run, self.batches)
+        for each in alone:
+            if each.numbers.keys() != packed.numbers.keys():
+                slots, found = _with_slot(self.plan, "part", "objective"), (packed.numbers, each.numbers)
+                names = " and of another ".join(map(", ".join, found))
+                raise ConfigError(f"--plugin {slots}: the numbers of a micro-batch are {names}: give the same in each")
         inputs = {name_of(name, i): each.inputs[name] for i, each in enumerate(alone) for name in each.inputs}
         return replace(packed, inputs=self._owners.split(packed.inputs) if self._owners else {}), Sums(
-            {name: sum(each.numbers.get(name, 0.0) for each in alone) for name in packed.numbers},
+            {name: sum(each.numbers[name] for each in alone) for name in packed.numbers},
             {
                 name: sum(each.gradients[name] for each in alone if name in each.gradients)
                 for name in {name: None for each in alone for name in each.gradients}
@@ -317,21 +325,33 @@ def _check_micro(objective: Objective, micro: object, device: torch.device) -> N
         raise ConfigError(f"--plugin: a number of the log is named {min(taken)}, like a column: give it another name")
 
 
+def _check_scales(objective: Objective, window: Window) -> None:
+    """Raise ConfigError if an objective gives no factor for each micro-batch, or no units."""
+    counts = torch.tensor(window.counts, dtype=torch.float64, device=window.batches[0].input_ids.device)
+    scales, units = objective.scales(window, counts), objective.num_units(counts)
+    if not (isinstance(scales, list) and [getattr(each, "shape", None) for each in scales] == [()]):
+        raise returned(objective.scales, scales, "a list with a factor for each micro-batch, scalar tensors")
+    if getattr(units, "shape", None) != ():
+        raise returned(objective.num_units, units, "the number of units in the step, from its Counts")
+
+
 @contextmanager
 def _blaming(plan: Plan) -> Iterator[None]:
     """Name the plugins for an error outside of their code: they returned something that other code can't use."""
     try:
-        yield
+        with last_returned() as last:
+            yield
     except (ConfigError, DataError):
         raise
     except Exception as error:
         if is_out_of_memory(error) or error_of_plugin(error):
             raise
+        after = f", after {place(*last[:2]).removeprefix('--plugin ')} returned {described(last[2])}" if last else ""
         at = [frame for frame in traceback.extract_tb(error.__traceback__) if "llava_ds" in frame.filename][-1]
         raise ConfigError(
             f"--plugin {_with_slot(plan, 'part', 'objective', 'choices', 'wrap', 'module')}: a pass over a few samples "
-            f"fails in {at.filename}:{at.lineno}: {type(error).__name__}: {' '.join(str(error).split())}: look at the "
-            f"shape, dtype and device of what the plugin returned, {LEAVE_OUT}"
+            f"fails in {at.filename}:{at.lineno}{after}: {type(error).__name__}: {' '.join(str(error).split())}: look "
+            f"at the shape, dtype and device of what the plugin returned, {LEAVE_OUT}"
         ) from error
 
 

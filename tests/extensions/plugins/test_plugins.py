@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.config.arguments import every_flag
 from llava_ds.config.parsing import build_parser, parse_arguments
-from llava_ds.config.plugin_calls import error_of_plugin, place
+from llava_ds.config.plugin_calls import described, error_of_plugin, last_returned, place
 from llava_ds.config.plugins import load
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import collate
@@ -177,8 +177,25 @@ BROKEN = {
     WHOLE + "Flags.needz = {}": "Flags: nothing reads needz: did you mean needs",
     WHOLE + "Flags.needs = {'whole': ''}": "unknown property 'whole': did you mean whole_",
     WHOLE.replace("@dataclass(frozen=True)\n", ""): "Flags: give a frozen dataclass of extensions/base.py's Ext",
-    WHOLE + "Flags.numbers = {'a': 'title'}": "Flags.numbers is {'a': 'title'}: give a Number for each name",
-    WHOLE + "Flags.differs = True": "Flags.differs is True: give the reason, a text",
+    WHOLE + "Flags.numbers = {'a': 'title'}": "Flags.numbers has 'title' ('str' object has no attribute 'bar'): give",
+    WHOLE + "Flags.numbers = {'a': Number('A', '{:q}')}": "format code 'q' for object of type 'float'): give a Number",
+    WHOLE + "Flags.needs = ['whole_matrices']": "Flags.needs is ['whole_matrices'], expected Mapping",
+    FLAGS
+    + "class Own(SessionPart):\n    updates = 0\nextension = Extension(part=Own)": "Own.updates is 0, expected int f",
+    WHOLE.replace(
+        "    idea_size", "    def module_rate(self): ...\n    idea_size"
+    ): "is a property: write @property above",
+    WHOLE.replace("Size", "50% of it"): "Flags.idea_size: write % in its help as %% (",
+    WHOLE.replace("class Flags", "class Mine"): "nothing reads the flags of Mine: name the class Flags",
+    FLAGS + "extension = Extension(choices=(1, 2))": "choices is (1, 2): give {'mm_projector_type': MyKind()}",
+    FLAGS
+    + "extension = Extension(state=StatePart('../a.pt', dict))": "state: file is '../a.pt': give a name of its own",
+    FLAGS + "extension = Extension(mesh=MeshPart('a'))": "nothing reads mesh without an axis: define Flags.axis",
+    FLAGS + "extension = Extension(adapter=Adapter())": "adapter: give a value of extensions/base.py's Adapter",
+    FLAGS + "extension = Extension(hooks=Hook)": "hooks: give pairs of a Phase and a class",
+    FLAGS
+    + "class Own(RecordFields):\n    names = (1,)\nextension = Extension(fields=Own())": "names is (1,): give a tuple",
+    WHOLE + "Flags.differs = True": "Flags.differs is True, expected str",
     FLAGS
     + "class Own:\n    def __init__(self, one): ...\nextension = Extension(objective=Own)": "idea.py: Own takes (one",
     "x = '\x00'": "idea.py:1: SyntaxError: source code string cannot contain null bytes",
@@ -199,6 +216,9 @@ def test_a_broken_file_is_refused_with_the_reason(tmp_path, text):
     assert not plugins()
 
 
+WINDOWS = "class Own(SessionPart):\n    def windows(self, engine, done, plain): {}\nextension = Extension(part=Own)"
+STEPS = SimpleNamespace(plan=SimpleNamespace(steps=SimpleNamespace(num_steps=2)))  # a part
+PLAIN = [SimpleNamespace(micro_batches=[toys.nn.Identity()])]  # its windows
 # By slot: what follows FLAGS, a call of it, and what is said of its result.
 RESULTS = {
     "module": ("extension = Extension(module=lambda *_: None)", lambda one: one.module(1, 2, 3), "nn.Module"),
@@ -209,6 +229,13 @@ RESULTS = {
     ),
     "objective": ("extension = Extension(objective=lambda *_: 3)", lambda one: one.objective(1, 2, 3), "Objective"),
     "check": ("extension = Extension(check=lambda _: None)", lambda one: one.check(1), "Iterator[str]"),
+    "a text": ("extension = Extension(check=lambda _: 'no')", lambda one: one.check(1), "Iterator[str]"),
+    "a state without parameters": (
+        "import torch\nclass Own(torch.nn.Linear):\n    def state_dict(self, *_, **__): return {}\n"
+        "extension = Extension(module=lambda *_: Own(2, 1))",
+        lambda one: one.module(1, 2, 3),
+        "its parameters, bias, weight: leave state_dict()",
+    ),
     "open_data": ("extension = Extension(open_data=lambda: None)", lambda one: one.open_data(), "EncodedDataset"),
     "windows": (
         "class Own(SessionPart):\n    def windows(self, *_): ...\nextension = Extension(part=Own)",
@@ -241,10 +268,35 @@ RESULTS = {
         lambda one: list(one.part.windows(None, 1, 2, 3)),
         "windows with micro-batches",
     ),
+    "a window twice": (
+        WINDOWS.format("yield from [*plain, *plain]"),
+        lambda one: list(one.part.windows(STEPS, None, 0, PLAIN)),
+        "each once",
+    ),
+    "too few windows": (
+        WINDOWS.format("yield from plain"),
+        lambda one: list(one.part.windows(STEPS, None, 0, PLAIN)),
+        "one for each of the 2 steps left",
+    ),
     "groups without a rate": (
         "class Own(Wrap):\n    def groups(self, groups): return [{'params': []}]\nextension = Extension(wrap=Own())",
         lambda one: one.wrap.groups([]),
         "groups that have params and lr",
+    ),
+    "a parameter twice": (
+        "class Own(Wrap):\n    def groups(self, groups): return [*groups, *groups]\nextension = Extension(wrap=Own())",
+        lambda one: one.wrap.groups([{"params": [torch.ones(1)], "lr": 1.0}]),
+        "groups that have params and lr, like the argument: each parameter once",
+    ),
+    "no values": (
+        "import torch\nextension = Extension(module=lambda *_: torch.nn.LazyLinear(1))",
+        lambda one: one.module(1, 2, 3),
+        "values in weight: give its shape",
+    ),
+    "no state": (
+        "extension = Extension(state=StatePart('idea.pt', lambda model: {'a': 3}))",
+        lambda one: one.state.of(None),
+        "dict[str, Tensor]",
     ),
     "another key": (
         "class Own(RecordFields):\n    names = ('a',)\n    def load(self, values): return {'b': 3}\n"
@@ -257,6 +309,11 @@ RESULTS = {
         "extension = Extension(fields=Own())",
         lambda one: one.fields.load({}),
         "a tensor on the CPU as 'a'",
+    ),
+    "no stride": (
+        PROJECTOR.replace("def build", "def stride(self, option): return 0\n    def build"),
+        lambda one: one.choices["mm_projector_type"].stride("4"),
+        "a number from 1",
     ),
     "stride": (
         PROJECTOR.replace("def build", "def stride(self, option): return '2'\n    def build"),
@@ -271,7 +328,8 @@ def test_a_wrong_result_is_refused_with_its_function(tmp_path, slot):
     text, call, expected = RESULTS[slot]
     load([write(tmp_path, FLAGS + text)])
     with pytest.raises(
-        (ConfigError, DataError), match=r"idea.py:\d+ in .* returned .*, expected " + re.escape(expected)
+        (ConfigError, DataError),
+        match=r"idea.py:\d+ in .* (returned|yields) .*(, expected |without )" + re.escape(expected),
     ):
         call(active(["idea"]).extensions["idea"])
 
@@ -315,6 +373,24 @@ extension = Extension(hooks=((Phase.LOG, Own),), fields=Fields(), plan=at, modul
             call()
         assert error_of_plugin(caught.value).endswith(said)
     assert error_of_plugin(ValueError()) is None
+
+
+SHOWN = "((float32 (2,) on cpu), None, {1: float32 (2,) on cpu})"
+
+
+def test_what_a_plugin_returned_last_is_known(tmp_path):
+    load(
+        [
+            write(
+                tmp_path,
+                FLAGS + "def both(*given): return given, None, {1: given[0]}\nextension = Extension(plan=both)",
+            )
+        ]
+    )
+    with last_returned() as last:
+        active(["idea"]).extensions["idea"].plan(torch.ones(2))
+    assert place(*last[:2]).endswith("idea.py:14 in both") and described(last[2]) == SHOWN
+    assert sys.getprofile() is None
 
 
 @pytest.mark.parametrize(
@@ -376,6 +452,16 @@ def test_it_counts_as_untried_with_an_axis_unless_it_says_so(tmp_path):
             parse("--plugin", file, f"--{flag}_size", "2")
     load([write(tmp_path, WHOLE.replace("    idea_size", "    needs: ClassVar = {}\n    idea_size"))])
     assert flags_class("idea").needs == {}
+
+
+def test_a_wrap_that_changes_the_model_is_called(tmp_path):
+    for method, is_of_model in (
+        ("trains(self, model, args)", True),
+        ("kernels(self, model, plan, resolved, ranks)", False),
+    ):
+        wrap = f"class Own(Wrap):\n    def {method}: return []\nextension = Extension(wrap=Own())"
+        load([write(tmp_path, FLAGS + wrap)])
+        assert flags_class("idea").of_model == is_of_model
 
 
 def test_a_rate_below_zero_is_refused(tmp_path):

@@ -373,7 +373,8 @@ MISTAKES = {
     ),
     "short": (
         {"slots": "part=Part2", "extra": f"class Part2(SessionPart):\n    {BEGIN}".format(change="[:, :-1]")},
-        r"short.py: part: a pass over a few samples fails in .*llava_ds.*: look at the shape, dtype and device",
+        r"short.py: part: a pass over a few samples fails in .*llava_ds.*, after .*short.py:\d+ in Part2.built.* "
+        r"returned \(float32 \(1, \d+, 32\) on cpu, {.*}\): RuntimeError: .*: look at the shape, dtype and device",
     ),
     "quiet": (
         {"slots": "part=Part2", "extra": f"class Part2(SessionPart):\n    {BEGIN}".format(change=" * 2")},
