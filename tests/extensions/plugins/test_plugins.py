@@ -302,7 +302,7 @@ RESULTS = {
         "class Own(RecordFields):\n    names = ('a',)\n    def load(self, values): return {'b': 3}\n"
         "extension = Extension(fields=Own())",
         lambda one: one.fields.load({}),
-        "of a",
+        "one of a",
     ),
     "a number": (
         "class Own(RecordFields):\n    names = ('a',)\n    def load(self, values): return {'a': 3}\n"
