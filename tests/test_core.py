@@ -27,7 +27,7 @@ BARS = {
     "feature words": 61,
     "kernel files": 39,
     "kernel lines": 5819,
-    "all lines": 77833,
+    "all lines": 78029,
 }
 
 # What one reads to understand training.
