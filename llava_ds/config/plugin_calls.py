@@ -224,7 +224,7 @@ def _check_module(function: Callable, module: object) -> None:
             f"{', '.join(sorted(names))[:200] or 'none'}: leave state_dict() and get_extra_state() as in nn.Module"
         )
     for name, value in ((name, each) for part in module.modules() for name, each in vars(part).items()):
-        if isinstance(value, torch.Tensor) and value.requires_grad:
+        if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf:
             raise ConfigError(f"{place(function)}: {name} is a tensor with a gradient: make it an nn.Parameter")
     wanted = torch.get_default_dtype()
     for name, parameter in module.named_parameters():
