@@ -9,7 +9,7 @@ IMAGE_TOKEN_INDEX = -200  # id of one image-feature position in encoded ids, bef
 IMAGE_TOKEN = "<image>"
 IM_PATCH_TOKEN = "<im_patch>"  # never in a text, with --mm_use_im_patch_token (LLaVA)
 IM_START_TOKEN, IM_END_TOKEN = "<im_start>", "<im_end>"  # around every image, with --mm_use_im_start_end
-SPACE = "▁"  # the space of sentencepiece
+SPACE = "▁"  # sentencepiece's mark for a space
 
 MAX_IMAGE_PIXELS = 50_000_000  # bound before decoding and after resizing, unless a flag changes it
 PILLOW_MAX_PIXELS = 178_956_970  # Pillow refuses to open larger images, whatever the flag

@@ -50,7 +50,7 @@ def own_template(tokenizer: PreTrainedTokenizerBase, offers_tools: bool = False)
         raise ConfigError(f"{tokenizer.name_or_path}: the tokenizer's chat template can't be used: {error}") from error
     if not isinstance(source, str) or len(source) > MAX_TEMPLATE_BYTES:
         raise ConfigError(
-            f"{tokenizer.name_or_path}: the tokenizer's chat template is {shown(source)}, expected a text of up to "
+            f"{tokenizer.name_or_path}: the tokenizer's chat template is {shown(source)}, expected text of up to "
             f"{MAX_TEMPLATE_BYTES:,} characters"
         )
     return source

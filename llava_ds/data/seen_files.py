@@ -183,7 +183,7 @@ def _flat(rows: pa.Table, name: str) -> pa.Array:
 
 
 def _listed(table: RowTable) -> Iterator[pa.Table]:
-    """Yield the files of the data set as tables for FILE."""
+    """Yield tables of FILE's rows: path, size, time and contents of every file in the data set."""
     for rows in table.files(["files", "stamps", "contents"]):
         stamps = _flat(rows, "stamps").to_numpy().reshape(-1, len(Stamp._fields))
         columns = {"path": _printable(_flat(rows, "files")), "num_bytes": stamps[:, 0], "mtime_ns": stamps[:, 1]}

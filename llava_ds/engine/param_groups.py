@@ -34,7 +34,7 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
         _leave_last_layers(model.language_model, args.model.unfreeze_topk_llm)
     if "output_layer" in parts:
         inputs, outputs = model.language_model.get_input_embeddings(), model.language_model.get_output_embeddings()
-        outputs.requires_grad_(outputs.weight is not inputs.weight)  # LLaVA freezes a tied one with the embeddings
+        outputs.requires_grad_(outputs.weight is not inputs.weight)  # a tied one stays frozen, as in LLaVA
     if trains_new_rows(args.model):
         inputs, outputs = model.language_model.get_input_embeddings(), model.language_model.get_output_embeddings()
         inputs.requires_grad_(outputs.weight is not inputs.weight)

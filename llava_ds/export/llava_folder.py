@@ -1,4 +1,4 @@
-"""The folder for LLaVA's own loader, with LLaVA's names; its config.json; and the projector by itself."""
+"""Write a folder that LLaVA's own code loads: weights under LLaVA's names, config.json, and the projector file."""
 
 import json
 from pathlib import Path

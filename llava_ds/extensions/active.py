@@ -314,7 +314,7 @@ def _extension(name: str) -> Extension:
     for phase, hook in found.hooks:
         where = f"{path}: {getattr(hook, '__name__', hook)}"
         if not (isinstance(phase, Phase) and isinstance(hook, type) and issubclass(hook, Hook)):
-            raise ConfigError(f"{where}: give a Phase and a class of extensions/base.py's Hook")
+            raise ConfigError(f"{where}: a hook is a pair of a Phase and a subclass of Hook (extensions/base.py)")
         refuse_unknown(vars(hook), Hook, where)
     return found
 

@@ -115,7 +115,7 @@ def _default_of(template: object, file: str, where: str) -> str | None:
         raise ConfigError(f"{where}: {file} has the chat templates {names}, but none is named 'default': rename one")
     found = template.get("default") if isinstance(template, dict) else template
     if not isinstance(found, (str, type(None))):
-        expected = "expected a text, or texts by name"
+        expected = "expected text, or texts by name"
         raise ConfigError(f"{where}: {file} says chat_template {shown(template)}, {expected}")
     return found
 

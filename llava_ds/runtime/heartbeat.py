@@ -26,7 +26,7 @@ from llava_ds.runtime.ranks import Ranks, address_towards, gather, local_ranks
 MOST_BYTES = 1400  # bytes in a packet: fits into one Ethernet frame
 MOST_PACKETS = 4096  # packets read at once: flooding the port does not keep the thread busy
 RECEIVE_BYTES = 4 * 2**20  # requested; the kernel's default holds 256 packets, and net.core.rmem_max may not allow more
-WATCHERS = 4  # number of watchers in larger runs
+WATCHERS = 4  # number of watchers in runs of more than MOST_IN_A_MESH ranks
 INTERVAL_S = 1.0  # between two beats of a rank
 
 

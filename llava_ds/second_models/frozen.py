@@ -119,9 +119,9 @@ def open_together(
 ) -> deepspeed.DeepSpeedEngine | LlavaModel:
     """Build the model without gradients, for ranks that run it together. Collective.
 
-    At ZeRO-3 it is sharded over all ranks, else whole on every rank, also if the mesh divides the model that trains:
-    DeepSpeed has one set of groups for all engines. resolved: of that model; its offload_param and sizes of gathered
-    weights count.
+    At ZeRO-3 the model is sharded over all ranks. At other stages, and on a mesh that divides the trained model, every
+    rank has all of it: DeepSpeed has one set of groups for all engines. resolved: the trained model's; its
+    offload_param and its limits on gathered weights apply.
     """
     zero, dtype = resolved.config["zero_optimization"], resolved.compute_dtype
     if resolved.zero_stage != 3 or mesh.is_divided:

@@ -1,8 +1,8 @@
 """Answer run/evaluate.py's questions in transformers: run/dev/ask_transformers.py MODEL IMAGES QUESTIONS.json
 
 MODEL is a folder of transformers' InternVL; QUESTIONS.json is in LLaVA's format, with one question and one image in
-each record. Nothing of llava_ds is used, and no AutoProcessor, since InternVL's needs torchvision. Prints the share of
-answers that equal the reference, ignoring case and a final full stop.
+each record. It uses nothing from llava_ds, and no AutoProcessor, because InternVL's needs torchvision. Prints the share
+of answers that equal the reference, ignoring case and a final full stop.
 """
 
 import argparse

@@ -221,12 +221,12 @@ def test_the_most_frequent_answer_is_learned(data, answers, learned):
         ({"question": "What?", "answers": [None]}, "has an empty list under 'answers'"),
         ({"question": "What?", "answers": "['a', 'b']"}, "has a text under 'answers' that is not a JSON list"),
         ({"question": "What?", "answers": {"start": 3}}, "has {'start': 3} under 'answers', expected an answer"),
-        ({"question": "What?", "answer": True}, "has True under 'answer', expected a text"),
+        ({"question": "What?", "answer": True}, "has True under 'answer', expected text"),
         ({"question": "What?", "answer": " "}, "has ' ' under 'answer', expected an answer"),
         ({"prompt": "What?", "completion": ""}, "has '' under 'completion', expected an answer"),
         ({"question": "What?", "answers": [{"answer": ""}]}, "has '' under 'answers', expected an answer"),
-        ({"question": ["a", 3], "answer": "b"}, "has ['a', 3] under 'question', expected a text"),
-        ({"prompt": "a", "completion": {"x": 1}}, "has {'x': 1} under 'completion', expected a text"),
+        ({"question": ["a", 3], "answer": "b"}, "has ['a', 3] under 'question', expected text"),
+        ({"prompt": "a", "completion": {"x": 1}}, "has {'x': 1} under 'completion', expected text"),
         (
             {"question": "a", "prompt": "b", "answer": "c"},
             "has both 'prompt' and 'question', and either could be the qu",
@@ -693,7 +693,7 @@ def test_preferences_that_miss_one_name_it(data):
     source = data.json(good, {"query": "a", "rejected_response": "c"}, are_preferences=True)
     assert "has no answer under 'chosen'" in rejected(source, 1)
     source = data.json(good, {"messages": [ASKED, SAID], "rejected": 3}, are_preferences=True)
-    assert "has 3 under 'rejected', expected a text, a message or a list of messages" in rejected(source, 1)
+    assert "has 3 under 'rejected', expected text, a message or a list of messages" in rejected(source, 1)
 
 
 def test_preferences_of_ultrafeedback_repeat_the_question(data):

@@ -224,7 +224,7 @@ def test_captions(folder):
     good = {"image": "a.png", "text": "A cat."}
     assert "has no image under 'image' or 'images' (its keys: 'text')" in refused(folder, {"text": "A cat."}, good)
     assert "has no caption under 'text' or 'caption'" in refused(folder, {"image": "a.png"}, good)
-    assert "has 3 under 'text', expected a text" in refused(folder, {"image": "a.png", "text": 3}, good)
+    assert "has 3 under 'text', expected text" in refused(folder, {"image": "a.png", "text": 3}, good)
     assert "<image> mark in its caption" in refused(folder, {"image": "a.png", "text": "An <image>."}, good)
 
 
@@ -259,9 +259,9 @@ def chat_of(*parts: object) -> dict:
             talk_of(*TEXT_ONLY, {"from": "system", "value": "x"}),
             "turn 2 is from 'system': expected that once, at the be",
         ),
-        ({"conversations": TEXT_ONLY, "system": 3}, "has 3 under 'system', expected a text"),
+        ({"conversations": TEXT_ONLY, "system": 3}, "has 3 under 'system', expected text"),
         ({"conversations": TEXT_ONLY, "system": "<image>"}, "has an <image> mark in its system message"),
-        ({"conversations": TEXT_ONLY, "id": ["x"]}, "has ['x'] for an id, expected a text or a number"),
+        ({"conversations": TEXT_ONLY, "id": ["x"]}, "has ['x'] for an id, expected text or a number"),
         ({"conversations": TALK, "image": ["a.png", 3]}, "under 'image', expected a path or a list of paths"),
         ({"conversations": TALK, "image": {"bytes": "x"}}, "with the key 'bytes': it is not read"),
         ({"conversations": TALK, "image": {"path": None}}, "as its image, expected a path"),
@@ -308,14 +308,14 @@ def chat_of(*parts: object) -> dict:
             {"conversations": [{"from": "human", "value": "<audio> What?"}, *TALK[1:]], "audios": ["a.wav"]},
             "names sounds under 'audios', and has <audio> marks for them: sounds are not supported",
         ),
-        (chat_of({"type": "text", "text": 3}), "expected a text under 'text'"),
+        (chat_of({"type": "text", "text": 3}), "expected text under 'text'"),
         (chat_of({"type": "image"}), "names 0 images under 'image' or 'images', but its text has 1"),
         (chat_of({"type": "video", "video": []}), "names a video of 0 frames"),
         (chat_of({"type": "image_url", "image_url": {"url": "/etc/hostname"}}), "outside the image folder"),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "turn 0 is"),
         (talk_of({"from": "human", "value": "\ud83d"}), "turn 0 is not valid Unicode"),
         (chat_of({"type": "text", "text": "\ud83d"}), "turn 0 has the part"),
-        ({"conversations": TEXT_ONLY, "id": "\ud83d"}, "for an id, expected a text or a number"),
+        ({"conversations": TEXT_ONLY, "id": "\ud83d"}, "for an id, expected text or a number"),
     ],
 )
 def test_a_record_that_can_not_be_used_says_why(folder, record, expected):

@@ -175,7 +175,7 @@ def test_another_process_takes_the_same_records(tmp_path):
         ({"path": "a.json", 3: 4}, "unknown key 3: known are path, json_path"),
         ({"path": "a.json", "json_path": "a.json"}, "names both path and json_path"),
         ({"weight": 1}, "has no path"),
-        ({"path": 3}, "path is 3, expected a text"),
+        ({"path": 3}, "path is 3, expected text"),
         ({"path": "none.json"}, "none.json: no such file or folder; expected a .json, .jsonl"),
         ({"path": "mix.yaml"}, "is a mixture itself: list its entries here"),
         ({"path": "a.json", "format": "lava"}, "unknown format 'lava': did you mean llava?"),

@@ -275,7 +275,7 @@ def test_a_mixture_names_splits(tmp_path):
     assert [read(source) for source in sources] == [["test.jsonl"], ["train.jsonl"], ["train.jsonl"]]
     (tmp_path / "mix.yaml").write_text("datasets:\n- {path: d, split: [test]}\n- path: d\n")
     message = refused(tmp_path / "mix.yaml")
-    assert "entry 0: split is ['test'], expected a text" in message and "entry 1: " in message
+    assert "entry 0: split is ['test'], expected text" in message and "entry 1: " in message
     assert "split: in a mixture" in message
     assert "mix.yaml is a mixture: leave the split 'x' out, and give its entries split:" in refused(
         tmp_path / "mix.yaml", "x"

@@ -185,12 +185,12 @@ def with_turn(**fields) -> dict:
             chat({"content": [{"type": "thinking", "thinking": "a", "train": False}, {"type": "text", "text": "b"}]}),
             "turn 1 has a part of type 'thinking' with the key 'train': it is not read",
         ),
-        (chat({"reasoning": {"effort": "low"}}), "turn 1 has {'effort': 'low'} for a thought, expected a text"),
+        (chat({"reasoning": {"effort": "low"}}), "turn 1 has {'effort': 'low'} for a thought, expected text"),
         (
             chat({"content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}]}),
             "turn 1 has thoughts between its parts, expected one thought before the answer",
         ),
-        (chat({"content": [{"type": "reasoning", "summary": []}]}), "expected a text under 'reasoning'"),
+        (chat({"content": [{"type": "reasoning", "summary": []}]}), "expected text under 'reasoning'"),
         (with_turn(thinking="b"), "turn 0 has a thought, allowed in answers only, but is from 'user'"),
         (with_turn(tool_calls=[CALL]), "turn 0 has tool calls, allowed in answers only, but is from 'user'"),
         (chat({"tool_calls": [{"name": "zoom", "input": {"x": 3}}]}), "turn 1 has the tool call {'input': {'x': 3}, "),
@@ -204,7 +204,7 @@ def with_turn(**fields) -> dict:
         (chat({"thoughts": "a"}), "turn 1 has the key 'thoughts': it is not read, "),
         (chat({"wieght": 0}), "turn 1 has the key 'wieght': it is not read, did you mean weight?"),
         (with_turn(images=["a.png"]), "turn 0 has the key 'images': it is not read"),
-        (with_turn(name=3), "turn 0 has 3 under 'name', expected a text"),
+        (with_turn(name=3), "turn 0 has 3 under 'name', expected text"),
         (with_turn(**{"from": "gpt"}, value="Question 0"), "it gives its role or its text twice, with"),
     ],
 )  # fmt: skip

@@ -200,8 +200,8 @@ def test_a_slip_in_an_extensions_flags_is_named(mine, flags, message):
             "Misspelled: nothing reads after_stepp: did you mean after_step?",
         ),
         ({"extension": Extension(folder=MisspelledFolders())}, "nothing reads missin: did you mean missing?"),
-        ({"extension": Extension(hooks=((2, Misspelled),))}, "Misspelled: give a Phase and a class"),
-        ({"extension": Extension(hooks=((Phase.LOG, print),))}, "print: give a Phase and a class"),
+        ({"extension": Extension(hooks=((2, Misspelled),))}, "Misspelled: a hook is a pair of a Phase"),
+        ({"extension": Extension(hooks=((Phase.LOG, print),))}, "print: a hook is a pair of a Phase"),
     ],
 )
 def test_a_slip_in_an_extensions_code_is_named(mine, code, message):

@@ -199,8 +199,8 @@ def _refuse_no_preferences(first: FirstRecords, columns: Columns, options: Sourc
     if not any(present(record, columns, ("chosen", "rejected")) for record in first.records) and not any(packed):
         found = f"the first: {first.reasons[0]}" if first.reasons else _shown(first.keys)
         raise ConfigError(
-            f"{path}: none of its first records has a chosen and a rejected answer{labelled} ({found}), as pairs have; "
-            f"known are {FORMS}" + (f"; {LABELLED_FORMS}" if labelled else "") + ". Name other fields with "
+            f"{path}: none of its first records has a chosen and a rejected answer{labelled} ({found}). Supported: "
+            f"{FORMS}" + (f"; {LABELLED_FORMS}" if labelled else "") + ". If the fields have other names, give "
             "--data_columns chosen=NAME,rejected=NAME"
         )
 

@@ -62,7 +62,7 @@ def find_file(name: str, root: str | None, what: str = "image", flag: str = "--i
     """Resolve the real path of a file named by a record.
 
     root: real path of the folder that name is relative to and must not leave. Makes one system call if the folder is
-    known, none for an object; opens nothing. Raises DataError with the reason.
+    cached, none for an object in a store; opens nothing. Raises DataError with the reason.
     """
     folder_name = flag.removeprefix("--").replace("_", " ")
     if root is not None and is_remote(root):

@@ -31,7 +31,7 @@ from llava_ds.files.urls import is_remote, local_path, real_path
 
 MAX_SHOWN = 5  # number of problems listed in one message; the others are counted
 MAX_MIXTURE_BYTES = 64 << 20
-SPOOL_VERSION = 3  # raise it if the spool of the same files would change
+SPOOL_VERSION = 3  # increment if the same files would be spooled differently
 MIXTURE_SUFFIXES = (".yaml", ".yml")
 ENTRY_KEYS = (
     "path",
@@ -190,7 +190,7 @@ def _open_entry(entry: object, folder: str, options: SourceOptions) -> Source:
         raise ConfigError("; ".join(unknown))
     for key in ("path", "json_path", "image_folder", "video_folder", "format", "split"):
         if not isinstance(entry.get(key, ""), str):
-            raise ConfigError(f"{key} is {short(entry[key])}, expected a text")
+            raise ConfigError(f"{key} is {short(entry[key])}, expected text")
     if ("path" in entry) == ("json_path" in entry):
         raise ConfigError("names both path and json_path" if "path" in entry else "has no path")
     data_path = join(folder, entry.get("path") or entry.get("json_path") or "")

@@ -157,7 +157,7 @@ def _messages(answer: object, name: str) -> list[dict]:
     if isinstance(answer, str) and not answer.strip():
         raise DataError(f"has {short(answer)} under {name!r}, expected an answer")
     if not isinstance(answer, (str, dict, list)) or (isinstance(answer, dict) and not is_turn(answer)):
-        raise DataError(f"has {short(answer)} under {name!r}, expected a text, a message or a list of messages")
+        raise DataError(f"has {short(answer)} under {name!r}, expected text, a message or a list of messages")
     return said(answer, name, SAID_BY_MODEL)
 
 

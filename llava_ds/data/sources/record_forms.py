@@ -190,7 +190,7 @@ def _not_learned(turn: object) -> object:
 def _text(value: object, name: str) -> str:
     if type(value) is int or (isinstance(value, float) and math.isfinite(value)):
         return str(value)
-    return checked_text(value, lambda: f"has {short(value)} under {name!r}, expected a text")
+    return checked_text(value, lambda: f"has {short(value)} under {name!r}, expected text")
 
 
 def _refuse_several(found: list[tuple[str, str]], what: str) -> None:

@@ -164,7 +164,7 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
     marks: list[Mark] = []
     name, system = field_of(record, columns.system)
     if system is not None and system != "":
-        text = checked_text(system, lambda: f"has {short(system)} under {name!r}, expected a text")
+        text = checked_text(system, lambda: f"has {short(system)} under {name!r}, expected text")
         messages.append(Message("system", with_marks(text, marks, has_videos=False)))
     said = [read_turn(turn, i, marks, has_videos) for i, turn in enumerate(turns)]
     weigh(said, turns, record)
@@ -226,7 +226,7 @@ def _caption(record: dict, source: Source) -> tuple[list[Message], list[Mark], d
     name, caption = field_of(record, columns.text)
     if caption is None:
         raise DataError(f"has no caption under {either(columns.text)} ({keys_of(record)})")
-    text = checked_text(caption, lambda: f"has {short(caption)} under {name!r}, expected a text")
+    text = checked_text(caption, lambda: f"has {short(caption)} under {name!r}, expected text")
     if text.startswith("{") and (problem := pair_problem(record, columns)):
         raise DataError(problem)
     marks: list[Mark] = []
@@ -296,5 +296,5 @@ def _id(record: dict, source: Source, index: int) -> str:
         return str(index)
     if isinstance(value, (int, float)):
         return str(value)
-    text = checked_text(value, lambda: f"has {short(value)} for an id, expected a text or a number")
+    text = checked_text(value, lambda: f"has {short(value)} for an id, expected text or a number")
     return text if len(text) <= MAX_ID else f"{text[: MAX_ID - 17]}…{hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -222,7 +222,7 @@ def _thought(turn: dict, content: str | list, i: int) -> tuple[str | None, str |
         content = content[len(thoughts) :]
     for each in found:
         if not is_text(each):
-            raise DataError(f"turn {i} has {short(each)} for a thought, expected a text")
+            raise DataError(f"turn {i} has {short(each)} for a thought, expected text")
     if len(set(found)) > 1:
         raise DataError(f"turn {i} has two thoughts, {short(found[0])} and {short(found[1])}: give it once")
     return (found[0] if found else None), content
@@ -233,7 +233,7 @@ def _text_of_part(part: dict, i: int) -> object:
     refuse_unknown(part, ("type", *names, "signature"), f"turn {i} has a part of type {part['type']!r}")
     texts = [part[key] for key in names if part.get(key) not in EMPTY]
     if len(texts) != 1:
-        raise DataError(f"turn {i} has the part {short(part)}, expected a text under {part['type']!r}")
+        raise DataError(f"turn {i} has the part {short(part)}, expected text under {part['type']!r}")
     return texts[0]
 
 
@@ -242,7 +242,7 @@ def _short_text(turn: dict, key: str, i: int) -> str:
     if value in EMPTY:
         return ""
     if not is_text(value):
-        raise DataError(f"turn {i} has {short(value)} under {key!r}, expected a text")
+        raise DataError(f"turn {i} has {short(value)} under {key!r}, expected text")
     return value
 
 

@@ -125,7 +125,7 @@ def read_parts(parts: list, i: int, marks: list[Mark], has_videos: bool) -> tupl
     """Join the parts of a message: texts in order, and a mark for each image and video. Also returns
     Message.keeps_spaces.
 
-    A text with marks of its own is written in LLaVA's form, with every image on a separate line.
+    If a text contains image marks itself, the message takes LLaVA's form: every image on a separate line.
     """
     pieces: list[str | None] = []
     has_marks = False
@@ -137,7 +137,7 @@ def read_parts(parts: list, i: int, marks: list[Mark], has_videos: bool) -> tupl
             refuse_unknown(part, ("type", "text", INDEX), where)
             text = part.get("text")
             if not is_text(text):
-                raise DataError(f"turn {i} has the part {short(part)}, expected a text under 'text'")
+                raise DataError(f"turn {i} has the part {short(part)}, expected text under 'text'")
             pieces.append(with_marks(text, marks, has_videos))
             has_marks = has_marks or IMAGE_TOKEN in pieces[-1]
         elif kind in KINDS:

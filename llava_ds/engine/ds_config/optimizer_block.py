@@ -315,4 +315,4 @@ def _try_torch_class(draft: Draft, name: str, params: dict) -> None:
         getattr(torch.optim, name)([weight], **values).step()
 
     if problem := trial_error(run):
-        draft.refuse(f"optimizer.params in the DeepSpeed JSON: {name} can't take them ({problem})")
+        draft.refuse(f"optimizer.params in the DeepSpeed JSON: {name} rejects them ({problem})")

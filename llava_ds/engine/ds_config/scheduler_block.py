@@ -213,7 +213,7 @@ def _try_class(draft: Draft, name: str, params: dict, num_steps: int | None) -> 
                 raise ValueError(f"the rate is {rate:g} after step {step}")
 
     if problem := trial_error(run):
-        draft.refuse(f"scheduler.params in the DeepSpeed JSON: {name} can't take them ({problem})")
+        draft.refuse(f"scheduler.params in the DeepSpeed JSON: {name} rejects them ({problem})")
 
 
 def _tiny_optimizer(draft: Draft) -> torch.optim.Optimizer:

@@ -60,7 +60,7 @@ class CheckpointWriter(TorchCheckpointEngine):
         return True  # llava_ds.checkpoint.commit does it after all ranks have written
 
     def attempt(self, path: str | Path, act: Callable[[], object]) -> object:
-        """Return act()'s result. Keeps the first problem with a file, or with memory for it, for later."""
+        """Return act()'s result. A file or memory error is stored in `problem`, not raised; later calls do nothing."""
         if self.problem is not None:
             return None
         try:

@@ -125,7 +125,7 @@ def text_of(record: dict, names: str) -> str:
     """Return the text under one of several names. Raises DataError if it is missing."""
     value = value_of(record, names)
     if not isinstance(value, str) or not value.strip():
-        raise DataError(f"has {short(value)} under {names.replace('|', ' or ')}, expected a text")
+        raise DataError(f"has {short(value)} under {names.replace('|', ' or ')}, expected text")
     return value.strip()
 
 
@@ -133,7 +133,7 @@ def texts_of(record: dict, options: Options | None = None) -> list[str]:
     """Return a record's answers, whatever its options. Raises DataError if it has none."""
     texts = [str(each) for each in listed(value_of(record, ANSWER)) if each is not None]
     if not texts or texts == ["?"]:
-        raise DataError("has no answer, expected a text or a list of texts: this is the test split, scored by a server")
+        raise DataError("has no answer, expected text or a list of texts: this is the test split, scored by a server")
     return texts
 
 

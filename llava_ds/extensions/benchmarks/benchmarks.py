@@ -158,7 +158,7 @@ def _mme_folder(path: str) -> list[dict]:
 
 
 def _mme_key(record: dict) -> tuple[str, str, str]:
-    """Return a record's category, image and question, in MME's and in LLaVA's spelling."""
+    """Return a record's (category, image, question), read from MME's or LLaVA's fields."""
     question = str(record.get(ASKED, record.get("question"))).replace(SHORT.strip(), "").replace(YES_OR_NO, "")
     image = str(record.get("question_id", record.get("id")))
     return field(record, "category", str), Path(image).stem, " ".join(question.split())

@@ -120,7 +120,7 @@ def _questions_of(sample: Sample, scoring: tuple[list[str] | None, list[str]], g
         raise DataError("has tool results, but they mean nothing without their calls: leave out --turns each")
     of_its_own = len(sample.messages) - len(turn_kinds)  # a system message is not a turn
     for number, i in enumerate(answered, 1):
-        # kinds of the question's turn and the answer's
+        # the kinds of the question and answer turns
         own = turn_kinds[max(0, i - 1 - of_its_own) : i + 1 - of_its_own]
         kind = next(filter(None, own), sample.kind)
         texts = references if references and i == answered[-1] else [shown_text(sample.messages[i].text)]

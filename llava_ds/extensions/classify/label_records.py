@@ -23,7 +23,7 @@ class LabelField(RecordFields):
         record = dict(record)
         given = record.pop("label", None)
         if given is None:
-            raise DataError("has no 'label', expected a text or a whole number: add it, or leave the record out")
+            raise DataError("has no 'label', expected text or a whole number: add it, or leave the record out")
         labels = [_name(each) for each in given] if isinstance(given, list) else [_name(given)]
         return with_answer({**record, CLASS: labels}, ", ".join(labels) or NO_LABEL)
 
@@ -39,4 +39,4 @@ def _name(label: object) -> str:
         return label.strip()
     if isinstance(label, int):
         return json.dumps(label)
-    raise DataError(f"has {label!r:.80} under 'label', expected a text, a whole number, or a list of them")
+    raise DataError(f"has {label!r:.80} under 'label', expected text, a whole number, or a list of them")

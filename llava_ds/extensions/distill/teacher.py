@@ -172,7 +172,7 @@ class KeptTeacher:
         """Return the divergence from the numbers of a micro-batch."""
         targets, found = batch.target_samples, batch.extra.get("teacher", [])
         numbers = torch.cat([targets.new_zeros(0, 2, self._kept, dtype=torch.int32), *found])
-        if len(numbers) > len(targets):  # ranks dropped samples together
+        if len(numbers) > len(targets):  # the ranks left samples out: leave out their numbers
             samples = torch.cat([targets.new_full((len(each),), i) for i, each in enumerate(found)])
             numbers = numbers[torch.isin(samples, targets)]
         ids, logs = numbers[:, 0].long() - 1, numbers[:, 1].contiguous().view(torch.float32)

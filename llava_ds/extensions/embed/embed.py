@@ -105,8 +105,8 @@ class Embedding(SampleObjective):
         )
 
     def compare(self, vectors: torch.Tensor, found: Candidates) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the loss of every query, whether its positive is the nearest, and its candidates; all (N,), 0 where
-        there is no query."""
+        """Return per row, (N,) each: the query's loss, whether its positive is the nearest candidate, and how many
+        candidates there are. Rows that are not queries have loss 0 and False; their last value means nothing."""
         if not len(vectors):
             return (vectors.sum(1),) * 3
         rows = torch.arange(len(vectors), device=vectors.device)

@@ -68,6 +68,6 @@ def _part(given: object, role: str) -> dict:
         return given
     given = {"text": given} if isinstance(given, str) else given
     if not isinstance(given, dict) or not (given.get("text") or given.get("image")):
-        raise DataError(f'has {given!r:.80} as {role}, expected a text, or {{"text": …, "image": …}}')
+        raise DataError(f'has {given!r:.80} as {role}, expected text, or {{"text": …, "image": …}}')
     images = {"images": [given["image"]]} if given.get("image") else {}
     return {"messages": [{"role": "user", "content": given.get("text") or ""}], **images}

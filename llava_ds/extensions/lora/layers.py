@@ -194,7 +194,7 @@ def lora_layout(
             if width and target.rank > width:
                 raise ConfigError(
                     f"--init_lora_weights {own(args).init_lora_weights}: {target.outer} is a matrix of rank {width}, "
-                    f"and LoRA's rank is {target.rank}: give less by --lora_r or --lora_rank_pattern"
+                    f"and LoRA's rank is {target.rank}: lower --lora_r or --lora_rank_pattern"
                 )
     return LoraLayout(tuple(targets), saved, rename, layout.parts)
 
@@ -559,9 +559,9 @@ def adapter_problems(args: ModelArguments) -> list[str]:
 
 
 def names_from_peft(model: nn.Module, trained: Collection[str]) -> Callable[[str], str]:
-    """Return a function that maps names in peft's files to these parameters (with LoRA).
+    """Return a function that maps parameter names in peft's files to the names in `trained`. model: with LoRA.
 
-    Before it had base_layer, peft wrote a layer's bias under its plain name: such names are mapped as well.
+    Old versions of peft, without base_layer, stored a layer's bias under its plain name: it is mapped as well.
     """
     layout: LoraLayout = model.lora
     known = {layout.rename(name): name for name in trained}

@@ -36,7 +36,7 @@ ROUND_TOKENS = 64  # auto rounds to a multiple, unless the longest sample is lar
 
 @dataclass(frozen=True)
 class Data:
-    """Facts about samples that memory depends on. share: a rank's tokens in the largest step, if auto packs them."""
+    """Properties of the samples that determine memory. share: tokens of one rank in the largest step, if packed."""
 
     longest_sample: int
     supervised_fraction: float

@@ -125,11 +125,12 @@ class ModelShape:
 
     groups: the trained tensors by optimizer group, in the optimizer's order; frozen: all others except packed ones;
     units: the tensors that ZeRO-3 gathers together (a decoder layer, an embedding); text, tower and flops are None if
-    only the number of parameters is known. packed: the tensors of --bits, with packed_bits per weight and scale_bits
-    that no stage partitions. tp: ranks that share the layers' matrices; ep: ranks that share an upcycled model's
-    experts; parts counts the whole model, all other fields one rank. of_experts: True for groups of experts, empty if
-    none. stages: the shape of each pipeline stage; is_first: True for the stage with tower, projector and embedding;
-    is_last: for the stage with the output layer. second: parameters of frozen second models.
+    only the number of parameters is known. packed: the tensors quantized by --bits, at packed_bits per weight plus
+    scale_bits, which ZeRO never partitions. tp: ranks that share the layers' matrices; ep: ranks that share an upcycled
+    model's experts; parts describes the whole model, all other fields one rank. of_experts: per group, True if it
+    holds experts; empty if none does. stages: the shape of each pipeline stage; is_first: True for the stage with
+    tower, projector and embedding; is_last: for the stage with the output layer. second: parameters of frozen second
+    models.
     """
 
     parts: tuple[Part, ...]

@@ -17,11 +17,11 @@ Sees = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class AttentionRule(SessionPart):
-    """Let a token see itself, and the earlier tokens of its sample that its mark sees.
+    """Restrict attention: a token sees itself, and those earlier tokens of its sample that sees() allows.
 
-    A subclass has marks() and sees(). Tokens in a row that see the same earlier tokens become one segment, with the
-    keys gathered, so every attention kernel computes the rule. Waits for the device once in a micro-batch. Raises
-    ConfigError for models and meshes whose attention is not bounded this way.
+    A subclass implements marks() and sees(). Consecutive tokens that see the same earlier tokens become one segment,
+    with its keys gathered, so every attention kernel can compute the rule. Waits for the device once per micro-batch.
+    Raises ConfigError for models and meshes on which attention can't be restricted this way.
     """
 
     differs: ClassVar = "transformers' class has no rule of attention"

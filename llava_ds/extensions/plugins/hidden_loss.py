@@ -60,7 +60,7 @@ class HiddenLoss(Wrapped):
 
 @dataclass(frozen=True)
 class _Beside:
-    """A head, and the sum of an additional loss, a float32 scalar."""
+    """A head that also returns the sum of an additional loss, a float32 scalar."""
 
     head: Head
     at: Callable[[Batch], torch.Tensor]

@@ -64,8 +64,8 @@ def prove(plan: Plan, runner: Runner, objective: Objective, ranks: Ranks, mesh: 
     watched = {name for name, is_trained in trains.items() if is_trained}
     if missing := sorted(watched.difference(*gather(reached, ranks))):
         raise ConfigError(
-            f"--plugin {slot_of(missing[0])}: the loss does not reach {', '.join(missing[:8])}: use every parameter, "
-            f"freeze it with requires_grad_(False), {LEAVE_OUT}"
+            f"--plugin {slot_of(missing[0])}: the loss does not reach {', '.join(missing[:8])}: use these parameters, "
+            f"freeze them with requires_grad_(False), {LEAVE_OUT}"
         )
     names = " and ".join(f"{name}.py" for name in plugins())
     frozen = f", {len(trains) - len(watched)} are frozen ({', '.join(sorted(trains.keys() - watched)[:4])})"
@@ -390,7 +390,7 @@ def _plain_begin(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _same_buffers(model: nn.Module) -> Iterator[None]:
-    """Raise ConfigError for a buffer of a plugin's module that a forward pass changes."""
+    """Raise ConfigError if a forward pass changes a buffer of a plugin's module."""
     before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers() if is_own(name)}
     yield
     for name, (buffer, value) in before.items():
@@ -426,7 +426,7 @@ def _different(dataset: EncodedDataset) -> list[int]:
     while len(chosen) < min(TRIED, len(seen)):
         nearest = np.abs(numbers[:, None] - numbers[chosen]).sum(2).min(1)
         if len(chosen) == TRIED - 1 and has_images[chosen].sum() < min(2, has_images.sum()):
-            nearest[~has_images] = -1  # an image alone has no other to depend on
+            nearest[~has_images] = -1  # choose two with images: one alone has no other to depend on
         nearest[chosen] = -1
         chosen.append(int(nearest.argmax()))
     return [seen[i] for i in chosen]

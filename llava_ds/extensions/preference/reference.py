@@ -120,7 +120,7 @@ def answers_of(micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     sources, number = micro.batch.sources, micro.batch.extra.get("number")
     number = torch.arange(len(sources), device=sources.device) % 2 if number is None else number.long()
     items = (number == 0).cumsum(0) - 1
-    if micro.numbers is None:  # without a copy, which would wait for the device
+    if micro.numbers is None:  # skip the copy below, which would wait for the device
         return items, number, items < len(micro.places)
     shown = torch.tensor(micro.numbers, dtype=torch.int64, device=sources.device)
     return torch.searchsorted(shown, items), number, torch.isin(items, shown)

@@ -1,7 +1,7 @@
 # L tokens of a sample, P patches of all images, W windows of the tower
 """Images at their own resolution: positions on three axes, and a tower's inputs that depend on image shapes.
 
-Computed by workers: on a device, the host would have to wait for the lengths in them.
+Data-loader workers compute them: on a device, the host would have to wait to read their lengths.
 """
 
 from collections.abc import Sequence

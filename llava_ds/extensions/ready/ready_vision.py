@@ -148,7 +148,7 @@ def _within(tiling: Tiling, data: DataArguments) -> Tiling:
     given = {name: value for name in PIXEL_FLAGS if (value := getattr(data, name)) is not None}
     flags = ", ".join(f"--{name} {value}" for name, value in given.items())
     if given and not isinstance(tiling, CellTiling):
-        raise ConfigError(f"{flags}: this model's images have sizes that its processor alone decides: leave it out")
+        raise ConfigError(f"{flags}: this model's processor alone decides the sizes of images: leave it out")
     if not isinstance(tiling, CellTiling):
         return tiling
     least, most = given.get("min_pixels", tiling.least), given.get("max_pixels", tiling.most)

@@ -211,7 +211,7 @@ class Flags(ExtensionFlags):
         return ObjectiveTraits(
             one_answer=True,
             draws=True,
-            other_columns=":" in (self.reward_funcs or ""),  # a function of a file may take them
+            other_columns=":" in (self.reward_funcs or ""),  # a reward function in a file may take them
             second_model=objective == "ppo",
             learning_rate=rate,
             needs=needs,

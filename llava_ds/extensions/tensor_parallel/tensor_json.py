@@ -23,7 +23,7 @@ _OTHERS = {
 
 
 def size_in(found: object, problems: list[str]) -> tuple[object, str]:
-    """Return the size in DeepSpeed's section, and its key. Adds a line for each key with another meaning."""
+    """Return the size in DeepSpeed's section, and its key. Appends a problem for each other key with an effect."""
     if found is None or found == {}:
         return None, SECTION
     if not isinstance(found, dict):

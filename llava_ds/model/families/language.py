@@ -32,7 +32,7 @@ MLP_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 STATEFUL = "linear_attention"  # in layer_types: a layer that carries a state from token to token
 WINDOWED = "sliding_attention"  # in layer_types: a layer in which a token sees a window
 
-# Kinds of rotary angles that depend on the longest sample in a forward pass: samples of a pack affect each other.
+# Rope types whose angles depend on the longest sample in a forward pass, so samples of a pack affect each other.
 FOLLOWING_ROPE = ("longrope", "dynamic")
 
 HF_HEAD = "language_model.lm_head.weight"  # the output layer in a llava-hf folder

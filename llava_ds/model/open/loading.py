@@ -66,7 +66,7 @@ def load_weights(
                     parameter.data.copy_(tensor)
                 else:
                     parameter.data = tensor
-                del tensor  # the value would keep the mapped file in memory
+                del tensor  # a reference would keep the mapped file in memory
     _check_arrival(parameters, sums, ranks, f"{what} {source.path}")
 
 

@@ -148,7 +148,7 @@ class ModelPlan:
     tower: TowerPlan
     tokenizer: PreTrainedTokenizerBase
     sources: Sources
-    whole_last_layer: str | None  # the reason to compute it at all positions; None for supervised ones only
+    whole_last_layer: str | None  # why it computes all positions; None: supervised positions only
     has_value_head: bool = False
     notes: tuple[str, ...] = ()  # lines about changes that the flags make to the model
     checkpoint: Path | None = None  # the checkpoint to resume from

@@ -135,7 +135,7 @@ WRONG = [
     ),
     (
         block("SGD", nesterov=True) | UNTESTED,
-        "optimizer.params in the DeepSpeed JSON: SGD can't take them (Nesterov momentum requires a momentum",
+        "optimizer.params in the DeepSpeed JSON: SGD rejects them (Nesterov momentum requires a momentum",
     ),
     (
         block("Muon", momentum="big"),

@@ -111,7 +111,7 @@ WRONG = [
     (
         block("OneCycle"),
         {},
-        "scheduler.params in the DeepSpeed JSON: OneCycle can't take them (OneCycle.__init__() missing 1",
+        "scheduler.params in the DeepSpeed JSON: OneCycle rejects them (OneCycle.__init__() missing 1",
     ),
     (
         block("WarmupLR", warmup_max_lr=1e-3),
@@ -163,7 +163,7 @@ WRONG = [
     (
         block("CosineAnnealingWarmRestarts", T_0=-1),
         {},
-        "scheduler.params in the DeepSpeed JSON: CosineAnnealingWarmRestarts can't take them (Expected positive",
+        "scheduler.params in the DeepSpeed JSON: CosineAnnealingWarmRestarts rejects them (Expected positive",
     ),
     (
         {},

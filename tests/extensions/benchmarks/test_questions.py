@@ -318,7 +318,7 @@ def test_a_file_of_another_format_is_refused_in_one_sentence(task, tmp_path, vqa
 
 
 def test_a_file_without_pairs_is_refused_with_the_forms_that_are_known(tmp_path):
-    with pytest.raises(ConfigError, match=r"list.json: .* \(keys found: 'a'\), as pairs have; known are LLaVA"):
+    with pytest.raises(ConfigError, match=r"list.json: .* \(keys found: 'a'\). Supported: LLaVA"):
         read("preference", dump(tmp_path / "list.json", [{"a": 1}]), tmp_path)
 
 

@@ -34,7 +34,7 @@ def test_a_label_becomes_an_answer_that_is_not_learned():
     ("record", "reason"),
     [
         ({"prompt": "?"}, "has no 'label'"),
-        ({"prompt": "?", "label": 0.5}, "has 0.5 under 'label', expected a text"),
+        ({"prompt": "?", "label": 0.5}, "has 0.5 under 'label', expected text"),
         ({"prompt": "?", "label": ["a", {}]}, r"has \{\} under 'label'"),
         ({"messages": [{"role": "assistant", "content": "!"}], "label": 1}, "ends with the model's answer"),
     ],

@@ -44,7 +44,7 @@ def test_a_record_becomes_its_parts():
         ({"anchor": "q"}, "has 0 parts for its positive, expected one"),
         ({"anchor": "q", "positive": ["a", "b"]}, "has 2 parts for its positive, .* a record for each positive"),
         ({"positive": "p"}, "has 0 parts for its query"),
-        ({"anchor": "q", "positive": 3}, "has 3 as positive, expected a text"),
+        ({"anchor": "q", "positive": 3}, "has 3 as positive, expected text"),
     ],
 )
 def test_a_record_without_its_parts_is_refused(record, reason):

@@ -267,7 +267,7 @@ def test_a_model_that_lora_took_parts_of_starts_again_from_them(base, batch, tmp
         ({"lora_target_modules": "fc1"}, "no layer of language gets LoRA: leave it out, or name some of its linear"),
         ({"lora_rank_pattern": '{"fc1": 2}', "lora_modules": "language"}, "fc1 matches no layer"),
         ({"modules_to_save": "nor"}, "--modules_to_save: no module's name ends in nor"),
-        ({"init_lora_weights": "olora", "lora_r": 17}, "a matrix of rank 16, and LoRA's rank is 17: give less by"),
+        ({"init_lora_weights": "olora", "lora_r": 17}, "a matrix of rank 16, and LoRA's rank is 17: lower --lora_r"),
         ({"modules_to_save": "up_proj", "bits": 4}, "--modules_to_save up_proj can't be used with --bits 4"),
     ],
 )

@@ -148,7 +148,7 @@ BROKEN = {
     with_slots("state=1"): "idea.py: state: give a value of extensions/base.py's StatePart",
     with_slots("mesh=1"): "idea.py: mesh: give a value of extensions/base.py's MeshPart",
     with_slots("part=1"): "idea.py: part: give a class of extensions/base.py's SessionPart",
-    with_slots("hooks=((Phase.LOG, int),)"): "idea.py: int: give a Phase and a class of",
+    with_slots("hooks=((Phase.LOG, int),)"): "idea.py: int: a hook is a pair of a Phase",
     **{
         with_slots(f"{slot}=print"): f"{slot} of a plugin is never called"
         for slot in ("store", "folder", "open_folder", "text")

@@ -342,7 +342,7 @@ MISTAKES = {
     ),
     "unused": (
         {"slots": MODULE, "init": "self.unused = nn.Linear(2, 2)"},
-        r"unused.py: module: the loss does not reach own_unused.unused.bias, own_unused.unused.weight: use every",
+        r"unused.py: module: the loss does not reach own_unused.unused.bias, own_unused.unused.weight: use these",
     ),
     "buffered": (
         {"slots": MODULE, "init": "self.register_buffer('mean', torch.zeros(1))"},

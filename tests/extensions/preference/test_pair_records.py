@@ -173,7 +173,7 @@ BAD = {
     "an empty answer": ({**GOOD, "chosen": ""}, "has no answer under 'chosen'"),
     "a blank answer": ({**GOOD, "chosen": "  "}, "expected an answer"),
     "equal answers": ({**GOOD, "rejected": YES}, "the same"),
-    "a number": ({**GOOD, "chosen": 3}, "expected a text, a message or a list of messages"),
+    "a number": ({**GOOD, "chosen": 3}, "expected text, a message or a list of messages"),
     "no question": ({"image": "a.png", "chosen": YES, "rejected": TWO}, "no question"),
     "two questions": ({**GOOD, "prompt": "What?"}, "both"),
     "a missing image": ({**GOOD, "image": "b.png"}, "no file exists at"),

@@ -205,8 +205,8 @@ def test_of_templates_by_name_the_default_is_taken_as_by_transformers(tmp_path, 
     assert theirs == named["default"] and line_of(tmp_path) == ""
     for wrong, message in (
         ({"tool_use": text}, f"{file} has the chat templates 'tool_use', but none is named 'default': rename"),
-        ({"default": 3}, rf"{file} says chat_template .*, expected a text, or texts by name"),
-        ([{"name": "default", "template": text}], rf"{file} says chat_template .*, expected a text"),
+        ({"default": 3}, rf"{file} says chat_template .*, expected text, or texts by name"),
+        ([{"name": "default", "template": text}], rf"{file} says chat_template .*, expected text"),
     ):
         change(tmp_path / file, chat_template=wrong)
         with pytest.raises(ConfigError, match=message):

@@ -316,7 +316,7 @@ def test_ranks_that_share_are_refused_where_the_json_says_so(planned, name):
         ("preprocessor_config", {"patch_size": 9}, "cells of 2 x 2 patches of 9 pixels, but its vision_config says"),
         ("preprocessor_config", {"max_soft_tokens": 151}, "max_soft_tokens 151, expected 1 to 150"),
         ("preprocessor_config", {"do_normalize": True, "image_mean": [0.5, 0.5, 0.5]}, "image_mean"),
-        ("text_config", {"use_bidirectional_attention": "all"}, "all of its tokens see each other"),
+        ("text_config", {"use_bidirectional_attention": "all"}, "its attention has to be causal"),
         (
             "text_config",
             {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},

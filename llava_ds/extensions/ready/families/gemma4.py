@@ -51,7 +51,7 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
     if text.enable_moe_block and "mixtures" not in EXTENSIONS:
         raise ValueError("its text_config says enable_moe_block, and llava_ds/extensions/mixtures was not found")
     if text.use_bidirectional_attention == "all":
-        raise ValueError("its text_config says use_bidirectional_attention all: all of its tokens see each other")
+        raise ValueError("its text_config says use_bidirectional_attention all, but its attention has to be causal")
     expect(images, do_resize=True, do_rescale=True, do_convert_rgb=True)
     # Other code reads a missing value as 0.5.
     scale = {name: images.get(name, "nothing") for name in ("image_mean", "image_std")}
