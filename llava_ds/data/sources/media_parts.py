@@ -70,11 +70,8 @@ def read_mark(part: dict, where: str) -> Mark:
 
 
 def read_file(value: object, kind: str) -> tuple[object, Settings]:
-    """Return the file of an image or video, or a video's list of frames, and the settings.
-
-    value: a path, a reference to a slice of a file, a list of frames, or an object with one of these. Raises DataError
-    as read_mark does.
-    """
+    """Return an image's or video's file, or a video's frames, and the settings. value: a path, a reference to a slice
+    of a file, a list of frames, or an object with one of these. Raises DataError as read_mark does."""
     settings: Settings = ()
     while isinstance(value, dict) and REFERENCE not in value:
         where = f"has {short(value)} as its {kind}, an object"

@@ -127,10 +127,9 @@ class ModelShape:
     units: the tensors that ZeRO-3 gathers together (a decoder layer, an embedding); text, tower and flops are None if
     only the number of parameters is known. packed: the tensors quantized by --bits, at packed_bits per weight plus
     scale_bits, which ZeRO never partitions. tp: ranks that share the layers' matrices; ep: ranks that share an upcycled
-    model's experts; parts describes the whole model, all other fields one rank. of_experts: per group, True if it
-    holds experts; empty if none does. stages: the shape of each pipeline stage; is_first: True for the stage with
-    tower, projector and embedding; is_last: for the stage with the output layer. second: parameters of frozen second
-    models.
+    model's experts; parts describes the whole model, all other fields one rank. of_experts: per group, True if it holds
+    experts; empty if none. stages: the shape of each pipeline stage; is_first: it has tower, projector and embedding;
+    is_last: it has the output layer. second: parameters of frozen second models.
     """
 
     parts: tuple[Part, ...]
