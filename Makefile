@@ -45,7 +45,7 @@ LAUNCH = env PATH="$(CURDIR)/$(BIN):$$PATH" $$($(BIN)/python -c 'import torch; p
 ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \
       'import torch; print("deepspeed --log_level error" if torch.cuda.device_count() > 1 else "python")')
 
-TARGETS := install pretrain finetune real evaluate ablation doctor bench docs test test-cuda test-full test-faults test-removal test-gpu lmms-eval compare-trl serve-check serve-check-vllm serve-check-gguf lint clean help
+TARGETS := install pretrain finetune real evaluate ablation doctor bench docs test test-full test-cuda test-long test-faults test-removal test-gpu lmms-eval compare-trl serve-check serve-check-vllm serve-check-gguf lint clean help
 
 help:
 	@sed -n '2,5s/^# *//p' Makefile
@@ -132,20 +132,25 @@ docs: install
 	$(BIN)/python run/dev/room_graph.py --write docs/architecture.md
 	$(BIN)/python tests/helpers/ready_matrix.py --write docs/matrix.md
 
-CUDA_TESTS = tests/cuda $(wildcard tests/extensions/*/cuda)
-# Three processes of one thread each, for two cores: some tests wait, and launchers do.
+# The quick tests, in minutes. Three processes of one thread each, for two cores: some tests wait, and launchers do.
+IN_TURN = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'cuda and not full' $(CUDA_TESTS)
+	$(IN_TURN)
+
+# What make test leaves and CI runs as well: more runs on ranks, CUDA paths over fake tensors.
+CUDA_TESTS = tests/cuda $(wildcard tests/extensions/*/cuda)
+test-full: install
+	$(IN_TURN) -m 'full and not long'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'cuda and not long' $(CUDA_TESTS)
 
 # CUDA paths without a GPU, over fake tensors (tests/helpers/fake_gpu.py): waits, devices, dtypes, and the memory of named
-# models up to 72B. Needs g++; the quick part belongs to make test.
+# models up to 72B. Needs g++; the quick part belongs to make test-full.
 test-cuda: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m cuda $(CUDA_TESTS)
 
-# The slow tests: more ranks, more layouts, a browser (Debian: chromium).
-test-full: install $(VENV)/.demo
-	DEMO_SITE='$(CURDIR)/$(VENV)/demo' OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'full and not cuda' -n 2 --dist loadfile
+# Three hours: every family, objective and axis on ranks, more layouts, a browser (Debian: chromium).
+test-long: install $(VENV)/.demo
+	DEMO_SITE='$(CURDIR)/$(VENV)/demo' OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'long and not cuda' -n 2 --dist loadfile
 
 # gradio, for the test of the web page, in its own folder: it needs another Pillow than constraints.txt has.
 $(VENV)/.demo: $(VENV)/.installed
@@ -170,7 +175,7 @@ test-gpu: install
 # lmms-eval in its own environment; compare its answers with run/evaluate.py's.
 LMMS ?= .lmms
 lmms-eval: install $(LMMS)/.installed
-	LMMS_EVAL='$(abspath $(LMMS))' $(BIN)/python -m pytest -m full -rs tests/extensions/benchmarks/test_lmms_eval.py
+	LMMS_EVAL='$(abspath $(LMMS))' $(BIN)/python -m pytest -m long -rs tests/extensions/benchmarks/test_lmms_eval.py
 
 $(LMMS)/.installed: tests/extensions/benchmarks/lmms_eval.txt constraints.txt
 	$(PYTHON) -m venv $(LMMS)
@@ -212,7 +217,7 @@ $(VLLM)/.installed: run/dev/serving/vllm.txt run/dev/serving/torchvision_operato
 serve-check-gguf: install $(LLAMA_CPP)/.installed
 	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
 	$(BIN)/python run/dev/serve_check.py --llama_cpp_python $(LLAMA_CPP)/bin/python --output output/serve-check-gguf $(ARGS)
-	LLAMA_CPP='$(abspath $(LLAMA_CPP))' $(BIN)/python -m pytest -m full -rsP $(wildcard tests/extensions/*/test_*llama_cpp.py)
+	LLAMA_CPP='$(abspath $(LLAMA_CPP))' $(BIN)/python -m pytest -m long -rsP $(wildcard tests/extensions/*/test_*llama_cpp.py)
 
 $(LLAMA_CPP)/.installed:
 	$(PYTHON) -m venv --clear $(LLAMA_CPP)

@@ -15,27 +15,36 @@ sys.path[:0] = [
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def starts_ranks(path: str) -> bool:
-    """Whether tests of a file start ranks, by its path from the project's folder."""
-    return path.startswith("tests/distributed/") or path.endswith("_on_ranks.py")
+def starts_ranks(nodeid: str) -> bool:
+    """Whether a test starts ranks, by its file."""
+    return nodeid.startswith("tests/distributed/") or nodeid.split("::")[0].endswith("_on_ranks.py")
+
+
+# What make test runs on ranks: a run that is resumed, and bad input. The other tests on ranks are make test-full's.
+QUICK = ("tests/distributed/test_whole_run.py", "tests/distributed/test_bad_input.py")
+SLOWER = {"long", "faults", "gpu", "cuda"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start ranks come first, for they take longest."""
+    """Tests that start ranks are marked full, and come first, for they take longest."""
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if starts_ranks(item.nodeid) and not item.nodeid.startswith(QUICK) and not marks & SLOWER:
+            item.add_marker("full")
     items.sort(key=lambda item: starts_ranks(item.nodeid), reverse=True)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object):
-    """In make test, tests that start ranks also share one process, so that they reuse launches.
+    """In make test and test-full, tests that start ranks also share one process, so that they reuse launches.
 
-    That is, with --dist loadfile --no-loadscope-reorder. In make test-full they are most of what there is.
+    That is, with --dist loadfile --no-loadscope-reorder. In make test-long they are most of what there is.
     """
     from xdist.scheduler import LoadFileScheduling
 
     class ByFileOrRanks(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ranks" if starts_ranks(nodeid) else super()._split_scope(nodeid)
+            return "ranks" if nodeid.startswith("tests/distributed/") else super()._split_scope(nodeid)
 
     in_order = config.getvalue("dist") == "loadfile" and not config.getvalue("loadscopereorder")
     return ByFileOrRanks(config, log) if in_order else None

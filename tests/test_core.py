@@ -119,7 +119,7 @@ def test_what_a_run_loads_and_what_one_reads_only_shrinks(imported):
     refuse_other_sizes(found(imported))
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_what_the_default_job_has_loaded_at_its_end_only_shrinks(tmp_path):
     """From a warm cache, on one rank: with export and report, and without the encoding."""
     flags = ["--cache_dir", str(tmp_path / "cache")]

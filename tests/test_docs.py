@@ -252,7 +252,7 @@ def holds_in_order(text: str, pieces: list[str]) -> bool:
     return True
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_commands_of_ones_own_data_do_what_the_page_says(tmp_path):
     """Every command of docs/own_data.md, one after the other, with the tiny model."""
     for name in ("llava_ds", "run", "ds_configs"):

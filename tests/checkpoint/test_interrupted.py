@@ -76,7 +76,7 @@ def before(tmp_path_factory) -> Path:
     return output_dir
 
 
-AGAIN = pytest.param("the same step again", marks=pytest.mark.full)
+AGAIN = pytest.param("the same step again", marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize("kind", ["another, with a deletion", AGAIN])
@@ -96,7 +96,7 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new_one(tmp_path, before, kind
     assert 25 < number < MOST_CALLS - 1 and len(seen) == 2 and found == (step, "new content")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_kill_at_any_call_of_the_first_save_leaves_nothing_torn(tmp_path):
     for number in range(1, MOST_CALLS):
         output_dir = tmp_path / str(number)

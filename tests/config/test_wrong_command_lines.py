@@ -1,7 +1,7 @@
 """Wrong command lines over all commands: none may end in a traceback, hang, or leave something in the current folder.
 
 WRONG_COMMANDS says how many (500), WRONG_SEED which (0):
-WRONG_COMMANDS=50 python -m pytest -m full -s tests/config/test_wrong_command_lines.py. Most run in forks of this
+WRONG_COMMANDS=50 python -m pytest -m long -s tests/config/test_wrong_command_lines.py. Most run in forks of this
 process, which has opened the libraries already; every fiftieth is a process of its own. The counts of outcomes, and the
 lines that failed, are printed.
 """
@@ -230,7 +230,7 @@ def outcome(case: Case, code: int | None, said: str, left: list[str]) -> str:
     return f"ended with {code}"
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_wrong_command_lines(world, tmp_path):
     spec = importlib.util.spec_from_file_location("run_flags", ROOT / "run" / "dev" / "flags.py")
     flags = importlib.util.module_from_spec(spec)

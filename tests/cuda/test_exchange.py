@@ -37,7 +37,7 @@ CHANGES = ("plain", "recomputed", "tiled")
 @pytest.mark.parametrize(
     ("family", "change"), sorted({*itertools.product(FAMILIES, CHANGES)} - {("mixtral", "tiled")})
 )  # a mixture has no MLP to tile
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), RANKS - 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), RANKS - 1])
 def test_forward_and_backward_of_a_part(group, rank, family, change):
     options = toys.image_options()
     args, text = arguments(), toys.language_model_config(family)

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.cuda
 COUNTS = [2, 1, 1]
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("llama", marks=pytest.mark.full)])
-@pytest.mark.parametrize("recomputed", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("llama", marks=pytest.mark.long)])
+@pytest.mark.parametrize("recomputed", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("index", range(len(COUNTS)))
 def test_forward_and_backward_of_a_stage(index, family, recomputed):
     options = toys.image_options()

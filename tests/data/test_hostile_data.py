@@ -283,7 +283,7 @@ def in_child(folder: Path, seed: int, tokenizer) -> str:
     return f"hangs {seed}" if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM else f"dies {status}"
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_hostile_data_sets_are_trained_on_or_refused(tmp_path, tokenizer, capsys):
     counts, numbers, wrong = Counter(), Counter(), []
     write_images(_made(tmp_path / "images"))

@@ -79,7 +79,7 @@ def test_special_tokens_in_messages_are_text_in_a_template_of_tokens(name, templ
 
 
 QUICK = ("llama_slow_legacy", "llama3", "qwen", "phi")
-EVERY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in TOKENIZERS]
+EVERY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in TOKENIZERS]
 
 
 @pytest.mark.parametrize("name", EVERY)

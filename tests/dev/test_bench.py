@@ -118,7 +118,7 @@ def test_the_padded_side_sees_the_same_tokens(toy_base, tokenizer, tmp_path):
     assert batch["pixel_values"].shape == (2, 3, options.size, options.size)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_quick_runs_end_to_end(tmp_path):
     import subprocess
 
@@ -135,7 +135,7 @@ def test_quick_runs_end_to_end(tmp_path):
     assert (tmp_path / "table.md").read_text().count("speed-up over") == 4
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_preset_runs_without_a_gpu_and_says_so(tmp_path):
     import subprocess
 

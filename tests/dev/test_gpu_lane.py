@@ -9,7 +9,7 @@ import pytest
 from launching import ROOT
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_lane_runs_and_leaves_its_results(tmp_path):
     words = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
     variables = {"REHEARSE_GPU": "1", "GPU_OUTPUT": str(tmp_path / "gpu")}

@@ -40,14 +40,14 @@ def check(monkeypatch, folder, *flags: str) -> None:
     runpy.run_path(str(ROOT / "run" / "dev" / "serve_check.py"))["main"]()
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_every_path_gives_the_answers(folder, tmp_path, monkeypatch, capsys):
     check(monkeypatch, folder, "--output", str(tmp_path))
     assert capsys.readouterr().out.count("3 of 3 equal") == 7
     assert (tmp_path / "serve-check.json").is_file()
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_path_with_another_prompt_is_named(folder, monkeypatch):
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text().replace("ASSISTANT:", "ASSISTANT: I"))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from llava_ds.engine.shards.checkpoint_writer import ENGINE
 
-pytestmark = pytest.mark.full  # every day tests/checkpoint/test_reshape.py shows it in one process
+pytestmark = pytest.mark.long  # every day tests/checkpoint/test_reshape.py shows it in one process
 
 STEPS, SAVED = 6, 3
 # name: ZeRO stage before and after

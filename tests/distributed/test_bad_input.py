@@ -94,13 +94,13 @@ def test_one_clear_message_and_exit_code_2(outcomes, name):
     check_message(outcomes[name], name)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in MESSAGES if name not in EVERY_DAY])
 def test_more_clear_messages_and_exit_code_2(more_outcomes, name):
     check_message(more_outcomes[name], name)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_what_rank_0_alone_writes_ends_all_ranks_where_it_fails(tmp_path):
     flags = {**toys.write_base(tmp_path / "base"), **toys.write_data(tmp_path / "data", "iitt")}
     out = tmp_path / "out"

@@ -13,7 +13,7 @@ from llava_ds.extensions.infer.generate import Prompt, answer, prompt_ids
 from llava_ds.extensions.infer.load import load_model
 
 # Order, layouts and broken images are tested in one process in tests/data; here they meet ranks.
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 STEPS = 6
 

@@ -77,7 +77,7 @@ def curves(tmp_path_factory) -> dict[str, list[float]]:
     return {run: losses(folder / run) for run in todo}
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_file_trains_the_same_model(curves, name):
     if missing := needs(name):
@@ -86,7 +86,7 @@ def test_every_file_trains_the_same_model(curves, name):
     assert curves[name] == pytest.approx(curves["zero0"], abs=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_file_trains_the_same_model_in_bf16(curves, name):
     if missing := needs(name):
@@ -96,7 +96,7 @@ def test_every_file_trains_the_same_model_in_bf16(curves, name):
         assert curves[f"{name}-bf16"] == curves["zero1-bf16"]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_in_bf16_the_difference_is_the_linear_layer_and_the_cpus_adam(curves):
     assert curves["linear-bf16"] == curves["zero1-bf16"]
     if missing := needs("offload"):
@@ -155,14 +155,14 @@ def features(tmp_path_factory) -> tuple[Path, str]:
     return folder, trained(folder, FEATURES)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("name", FEATURES)
 def test_nothing_changes_the_loss(features, name):
     folder, _ = features
     assert losses(folder / name) == pytest.approx(losses(folder / "plain"), abs=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_neither_compiling_nor_sharding_within_a_node_changes_it(tmp_path):
     how = {"gradient_checkpointing": True}
     if known(["torch_compile"]):
@@ -172,7 +172,7 @@ def test_neither_compiling_nor_sharding_within_a_node_changes_it(tmp_path):
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "plain"), abs=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_monitors_write_rates_and_losses_into_the_output_folder(features):
     folder, _ = features
     rows = (folder / "monitors" / "csv" / "Train_Samples_train_loss.csv").read_text().split()
@@ -185,7 +185,7 @@ def test_monitors_write_rates_and_losses_into_the_output_folder(features):
     assert bool(events) == (find_spec("tensorboard") is not None)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_timers_and_profilers_say_what_they_measured(features):
     folder, output = features
     assert output.count("bwd_allreduce_microstep") >= FEATURE_STEPS

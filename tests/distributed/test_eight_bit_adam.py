@@ -11,7 +11,7 @@ from llava_ds.checkpoint.checkpoint_files import read_states
 from llava_ds.checkpoint.commit import checkpoints
 
 pytest.importorskip("bitsandbytes")
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 STAGES = (0, 1, 2, 3)
 BLOCK = {"type": "PagedAdam8bit", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}

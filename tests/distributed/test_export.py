@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from llava_ds.constants import ConfigError, DataError
 
 # tests/export has what one process can show of it, tests/distributed/test_whole_run.py what a run leaves.
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 RUNS = {
     # name: (stage, flags)

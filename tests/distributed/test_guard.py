@@ -11,7 +11,7 @@ from launching import ROOT, command_line, ds_config, launch, toy_run
 
 from llava_ds.files.jsonl import read_metrics
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 KINDS = {f"{stage}-{precision}": (stage, precision) for stage in range(4) for precision in ("fp32", "bf16")}
 

@@ -16,7 +16,7 @@ from llava_ds.extensions.infer.generate import Prompt, answer
 from llava_ds.extensions.infer.load import load_model
 from llava_ds.files.jsonl import read_metrics
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 STEPS, SAVED = 6, 4
 STAGES = range(4)

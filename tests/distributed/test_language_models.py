@@ -18,7 +18,7 @@ HOWS = {
     ),
 }
 HOWS = known_cases(HOWS)
-# One that is unlike Llama in much; all others, and all ways, are left to make test-full.
+# One that is unlike Llama in much; all others, and all ways, are left to make test-long.
 DAILY = [("gemma2", "recomputed")]
 FULL = [(family, how) for family in toys.FAMILIES for how in HOWS if (family, how) not in DAILY]
 
@@ -54,13 +54,13 @@ def largest_difference(one: Path, other: Path) -> float:
     return max(abs(a - b) for a, b in zip(*curves))
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "how"), DAILY)
 def test_partitioned_and_recomputed_it_learns_the_same(daily, family, how):
     assert largest_difference(daily[family, "whole"], daily[family, how]) < 1e-5
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "how"), FULL)
 def test_so_does_every_family_in_every_way(full, family, how):
     assert largest_difference(full[family, "whole"], full[family, how]) < 1e-5

@@ -100,14 +100,14 @@ def no_ssh(folder: Path, node: int, port: int, flags: list[str]) -> list[str]:
     return [*DEEPSPEED, *where, "--master_addr", "127.0.0.1", "--master_port", str(port), str(TRAIN), *flags]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_two_launchers_without_ssh(folder, expected):
     port = free_port()
     done = run_together(*(no_ssh(folder, node, port, flags_of(folder, "no-ssh", f"cache-{node}")) for node in range(2)))
     check(folder, "no-ssh", expected, done)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_hostfile(folder, expected):
     where = ["--hostfile", str(folder / "hostfile"), "--no_ssh_check", "--master_addr", "127.0.0.1"]
     command = [*DEEPSPEED, *where, "--master_port", str(free_port()), str(TRAIN), *flags_of(folder, "pdsh", "cache")]
@@ -117,7 +117,7 @@ def test_a_hostfile(folder, expected):
     check(folder, "pdsh", expected, done)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_torchrun_on_each_machine(folder, expected):
     port = free_port()
     where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
@@ -131,7 +131,7 @@ def test_torchrun_on_each_machine(folder, expected):
     check(folder, "torchrun", expected, done)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_slurm_template(folder, expected):
     command = ["bash", str(ROOT / "run" / "slurm.sh"), *flags_of(folder, "slurm", "cache")]
     variables = {
@@ -144,7 +144,7 @@ def test_the_slurm_template(folder, expected):
     check(folder, "slurm", expected, run_together(command, **variables))
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_machines_with_other_flags_are_refused_on_all(folder):
     port, rates = free_port(), ({"learning_rate": 1e-3}, {})
     done = run_together(

@@ -82,20 +82,20 @@ def compare(name: str, output_dir: Path) -> None:
             assert row["grad_norm"] == pytest.approx(curve["gradient_norms"][i], rel=NORM), name
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_training_gives_llavas_curves(trained):
     for name, output_dir in trained(EVERY_KIND, 2, 1).items():
         compare(name, output_dir)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage_gives_llavas_curves(trained, stage):
     for name, output_dir in trained(list(CURVES), stage, 1).items():
         compare(name, output_dir)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_give_llavas_curves(trained, stage):
     for name, output_dir in trained(ON_TWO_RANKS, stage, 2).items():

@@ -142,7 +142,7 @@ def check(name: str, out: Path) -> None:
     assert len(curve) > 1 and all(0 < loss < 10 for loss in curve)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_llava_1_5s_scripts(tmp_path):
     paths = written(tmp_path)
     for name, script in SCRIPTS.items():
@@ -151,7 +151,7 @@ def test_llava_1_5s_scripts(tmp_path):
     assert sorted(projector) == [f"model.mm_projector.{i}.{kind}" for i in (0, 2) for kind in ("bias", "weight")]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_llava_nexts_scripts(tmp_path):
     paths = written(tmp_path)
     for name, script in NEXT_SCRIPTS.items():

@@ -37,7 +37,7 @@ def measured(tmp_path_factory) -> tuple[int, dict[str, list[dict[str, int]]]]:
     return size, {name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)] for name in cases}
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "rows"])
 def test_no_rank_holds_more_than_a_shard_beside_its_share(measured, kind):
     size, ranks = measured[0], measured[1][kind]
@@ -49,7 +49,7 @@ def test_no_rank_holds_more_than_a_shard_beside_its_share(measured, kind):
         assert found["resident"] < found["share"] + size / SHARDS + 0.1 * size, found
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_below_zero_3_no_rank_holds_a_second_copy_on_the_host(measured):
     size, ranks = measured[0], measured[1]["zero-2"]
     for found in ranks:
@@ -109,14 +109,14 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     return outputs
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_every_kind_of_model_trains_alike(starts):
     curves = {name: losses(output) for name, output in starts.items()}
     assert len(curves) == 6 and all(len(curve) == 2 for curve in curves.values())
     assert all(curve == curves["language model"] for curve in curves.values()), curves
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_rows_of_new_tokens_go_from_stage_to_stage(runs):
     folder = runs["marks"].parent
     before = load_file(folder / "base/llama/model.safetensors")["model.embed_tokens.weight"]

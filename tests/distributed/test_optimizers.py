@@ -151,13 +151,13 @@ def check_case(answers: dict[str, dict], name: str, precision: str, stage: int) 
         assert largest < (1e-5 if exact else 5e-3)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "precision", "stage"), DAILY)
 def test_it_trains_with_its_groups_and_alike_at_every_stage(daily, name, precision, stage):
     check_case(daily, name, precision, stage)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("stage", STAGES)
 def test_adamw_of_the_json_is_adamw_by_flags(daily, stage):
     """The JSON's is torch's plain one, that of the flags its fused one, which rounds otherwise."""
@@ -165,19 +165,19 @@ def test_adamw_of_the_json_is_adamw_by_flags(daily, stage):
     assert daily[f"AdamW, fp32, {stage}"]["losses"] == pytest.approx(by_flags, rel=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_loss_scale_is_the_jsons(daily):
     assert daily["AdamW, fp16, 1"]["scale"] == daily["AdamW, fp16, 2"]["scale"] == 2**5  # doubled after the window
     assert daily["AdamW, fp16, static, 3"]["scale"] == 128
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_an_overflow_is_skipped_and_lowers_the_scale(daily):
     assert daily["overflow"]["skipped"] == 4 and daily["overflow"]["scale"] == 2**36
     assert len(set(daily["overflow"]["losses"])) == 1
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_all_optimizers_in_all_precisions_at_all_stages(tmp_path):
     keys = [(n, p, s) for p in PRECISIONS for n in BLOCKS for s in STAGES if possible(n, p, s)]
     answers = ask(tmp_path, [case(*key) for key in keys])
@@ -190,7 +190,7 @@ def test_all_optimizers_in_all_precisions_at_all_stages(tmp_path):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_whole_run_with_optimizer_and_schedule_of_the_json(daily):
     folder, said = daily["folder"], daily["said"]
     assert "optimizer.params.lr" in said and "schedule WarmupCosineLR from the DeepSpeed JSON" in said
@@ -201,14 +201,14 @@ def test_a_whole_run_with_optimizer_and_schedule_of_the_json(daily):
     assert losses(folder / "json")[-1] < losses(folder / "json")[0] - 0.2
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_whole_run_with_autocast_exports_its_fp32_weights(daily):
     curve = losses(daily["folder"] / "autocast")
     assert curve[-1] < curve[0] - 0.2
     assert daily["said"].count("reloaded with transformers, logits differ by 0.0e+00") == 2
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_resumed_run_ends_in_the_same_losses_with_optimizers_and_schedules_of_the_json(tmp_path):
     folder = tmp_path
     base, data = toys.write_base(folder / "base"), toys.write_data(folder / "data", "itti" * 6)

@@ -10,7 +10,7 @@ from known_flags import known_cases
 from launching import ds_config, losses, run_many, toy_run
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 STEPS, SAVED, TOLERANCE = 40, 20, 1e-6
 # Name: ranks, and the flags of the mesh.

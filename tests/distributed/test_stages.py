@@ -190,7 +190,7 @@ def test_micro_batch_reduction_is_the_mean_of_the_micro_batches_means(runs, plai
     check_micro_batch_means(runs, plain_torch, 2)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_on_one_rank_it_is_too(more_runs, plain_torch):
     check_micro_batch_means(more_runs, plain_torch, 1)
 
@@ -203,13 +203,13 @@ def test_stages_ranks_and_layouts_give_the_same_curve(runs, at):
     assert largest_difference(losses(runs["mixed", 0, 1]), losses(runs[at])) < 1e-5
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("at", [at for at in MORE if at[0] in SAME], ids=str)
 def test_more_stages_ranks_and_layouts_give_it_too(more_runs, at):
     assert largest_difference(losses(more_runs["mixed", 0, 1]), losses(more_runs[at])) < 1e-5
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_packing_changes_neither_loss_nor_gradient_at_any_stage(tmp_path):
     base, data = toys.write_base(tmp_path / "base"), toys.write_data(tmp_path / "data", kinds_for(PATTERNS["mixed"]))
     packed = [flags_of(base, data, tmp_path / f"{stage}", stage, tokens_per_micro_batch=90) for stage in range(4)]
@@ -233,13 +233,13 @@ def test_ranks_without_images_do_not_hang_and_learn_the_same(runs):
     assert largest_difference(losses(runs["alternating", 3, 1]), losses(runs["alternating", 3, 2])) < 1e-5
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", ["all_text", "one_rank_text"])
 def test_ranks_that_never_see_an_image_do_not_hang_and_learn_the_same(more_runs, pattern):
     assert largest_difference(*[losses(more_runs[pattern, 3, ranks]) for ranks in (1, 2)]) < 1e-5
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_newline_trains_alike_partitioned_where_a_rank_shows_no_image(more_runs):
     """These runs export, too, and compare transformers' logits with their own."""
     runs = more_runs
@@ -250,7 +250,7 @@ def test_the_newline_trains_alike_partitioned_where_a_rank_shows_no_image(more_r
     assert largest_difference(reference, losses(runs["anyres", 3, 2])) < 1e-5
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_newline_is_drawn_by_the_seed_alone_and_has_learned(more_runs):
     runs = more_runs
     base = runs["anyres", 0, 1].parent / "base"

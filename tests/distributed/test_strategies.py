@@ -16,7 +16,7 @@ from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.commit import step_of
 from llava_ds.constants import EXIT_NOT_RESUMABLE
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 PER_EPOCH, EPOCHS = 3, 2
 FLAGS = {"num_train_epochs": EPOCHS, "save_strategy": "epoch", "eval_strategy": "epoch"}

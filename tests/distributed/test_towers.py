@@ -8,7 +8,7 @@ from launching import ds_config, losses, run_many, toy_run
 from llavas import opened
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 STEPS = 6
 TRAINED = {"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter,mm_language_model"}

@@ -74,7 +74,7 @@ def check(runs: dict[tuple[str, int], Path], case: str) -> None:
         assert {part for part, count in moved.items() if count} == TRAINED[case]
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_what_trains(runs, case):
     check(runs, case)

@@ -102,7 +102,7 @@ def _descriptors_of_a_group(folder, size: int, most_in_a_mesh: int) -> list[int]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_with_many_ranks_a_group_connects_to_a_few_of_them(tmp_path):
     """At 512 ranks three groups of each to each took 1,560 descriptors on rank 0."""
     size = 20

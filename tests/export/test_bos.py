@@ -38,7 +38,7 @@ FULL = [
     ("llama_3", "llama3"),
     ("plain", "llama_slow_legacy"),
 ]
-PAIRS = [*QUICK, *(pytest.param(*pair, marks=pytest.mark.full) for pair in FULL if pair not in QUICK)]
+PAIRS = [*QUICK, *(pytest.param(*pair, marks=pytest.mark.long) for pair in FULL if pair not in QUICK)]
 TALK = [Message("human", "<image>\nWhat is it?"), Message("gpt", "A red cat."), Message("human", "Why, 猫?")]
 TALKS = [TALK[:1], [Message("human", "What?")], TALK, [Message("system", "Be brief."), *TALK]]
 

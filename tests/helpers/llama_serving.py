@@ -16,7 +16,7 @@ from launching import ROOT
 from llava_ds.runtime.launchers import free_port
 
 WITH_LLAMA_CPP = [
-    pytest.mark.full,
+    pytest.mark.long,
     pytest.mark.skipif(
         "LLAMA_CPP" not in os.environ, reason="make serve-check-gguf names the environment in LLAMA_CPP"
     ),

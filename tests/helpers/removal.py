@@ -23,7 +23,9 @@ from pathlib import Path
 from llava_ds.extensions.table import EXTENSIONS
 
 ROOT = Path(__file__).parents[2]
-SUITE = ["-n", os.environ.get("WORKERS", "3"), "--dist", "loadfile", "--no-loadscope-reorder"]  # as make test
+# As make test and make test-full, without CUDA.
+SUITE = ["-n", os.environ.get("WORKERS", "3"), "--dist", "loadfile", "--no-loadscope-reorder"]
+SUITE += ["-m", "not long and not faults and not gpu and not cuda"]
 QUICK = [
     "tests/extensions/test_extensions.py",
     "tests/runtime/test_cli.py",

@@ -329,7 +329,7 @@ def run_case(seed: int, good: dict[str, Path], root: Path) -> tuple[str, str, st
     return outcome, what, said
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_hostile_folders_are_accepted_or_refused_in_one_message(good, tmp_path, capsys):
     counts, bad, by_kind = collections.Counter(), [], collections.Counter()
     for seed in range(SEED, SEED + COUNT):
@@ -346,7 +346,7 @@ def test_hostile_folders_are_accepted_or_refused_in_one_message(good, tmp_path, 
     assert counts["refused"] > 0.5 * COUNT and (COUNT < 100 or counts["accepted"] > 0)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_toy_of_every_kind_is_opened_by_every_command(good, tmp_path):
     """Without a mutation all is accepted: what the campaign refuses, it refuses for what was done."""
     for kind in ("hf", "llava", *if_there("lora", adapter=True), "lm"):

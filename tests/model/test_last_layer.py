@@ -57,7 +57,7 @@ def compiled(model: LlavaModel) -> None:
         freeze,
         lambda model: checkpoint_layers(model.language_model),
         lambda model: checkpoint_layers(model.language_model, 2),
-        pytest.param(compiled, marks=pytest.mark.full),
+        pytest.param(compiled, marks=pytest.mark.long),
         lambda model: (checkpoint_layers(model.language_model), compiled(model)),
     ],
     ids=["lora", "frozen", "recomputed", "every second recomputed", "compiled", "recomputed and compiled"],

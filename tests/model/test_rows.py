@@ -237,6 +237,7 @@ def test_no_row_is_cut_off_where_there_are_enough(tmp_path):
     )
 
 
+@pytest.mark.full
 def test_tokens_of_ids_behind_a_gap_get_their_rows(tmp_path):
     """Published tokenizers have gaps: the number of tokens is less than the largest id."""
     base = toys.write_base(tmp_path)

@@ -83,7 +83,7 @@ def meet(rank: int, world_size: int, port: int, answers) -> None:
     os._exit(0)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_connections_grow_with_the_logarithm_of_the_ranks(monkeypatch):
     files = {}
     for lazy in (False, True):

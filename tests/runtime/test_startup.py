@@ -98,10 +98,10 @@ def ends(process: psutil.Process, within_s: float) -> bool:
     ("names", "victim"),
     [
         (("torchrun",), 0),
-        pytest.param(("torchrun", "sh"), 0, marks=pytest.mark.full),
+        pytest.param(("torchrun", "sh"), 0, marks=pytest.mark.long),
         (("deepspeed", "launch"), 0),
         (("deepspeed", "launch"), 1),
-        pytest.param(("deepspeed", "launch", "sh"), 1, marks=pytest.mark.full),
+        pytest.param(("deepspeed", "launch", "sh"), 1, marks=pytest.mark.long),
     ],
 )
 @pytest.mark.parametrize("delay_s", [0.0, 0.3], ids=["after its look", "before its look"])

@@ -146,7 +146,7 @@ def count(text, flags: dict, vision=None, second=None) -> tuple[int, float]:
 @pytest.mark.parametrize(
     "family",
     ["qwen2_5_vl", "gemma4", "gemma4_e"]
-    + [pytest.param(f"qwen{n}", marks=pytest.mark.full) for n in ("2_vl", "3_vl", "3_vl_moe", "3_5")],
+    + [pytest.param(f"qwen{n}", marks=pytest.mark.long) for n in ("2_vl", "3_vl", "3_vl_moe", "3_5")],
 )
 def test_torch_counts_the_same_products_of_images_at_their_own_size(family, trains, tmp_path):
     """And attention's, of pairs of patches: a window of 2 x 2 cells, or the whole image; and of tokens of an image that

@@ -347,7 +347,7 @@ def write_pages(folder, tokenizer) -> dict[str, int]:
             "compare-many.html": 0, "data.html": 3}  # fmt: skip
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_in_a_browser_nothing_is_asked_for_and_all_of_it_fits(tmp_path, tokenizer):
     pages = write_pages(tmp_path, tokenizer)
@@ -367,7 +367,7 @@ def test_in_a_browser_nothing_is_asked_for_and_all_of_it_fits(tmp_path, tokenize
             assert tab.ask(smallest) >= 10  # pixels
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_the_browser_finds_texts_that_are_cut(tmp_path):
     svg = '<svg viewBox="0 0 300 20" width="300"><text x="280" y="15">{}</text><text x="0" y="15">b</text>{}</svg>'

@@ -101,7 +101,7 @@ def test_some_values_of_every_key_resolve_or_are_refused():
             _tried(placed(key, value, rng.choice([0, 3])))
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_any_value_of_any_key_resolves_or_is_refused(stage):
     for key in KEYS:

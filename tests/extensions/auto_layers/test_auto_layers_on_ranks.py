@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from llava_ds.files.jsonl import read_metrics
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 OFF, AUTO = {}, {"gradient_checkpointing": "auto", "activation_memory_gb": 0.0005}
 KINDS = {

@@ -383,7 +383,7 @@ def test_a_box_in_pixels_of_the_resized_image_is_right(tmp_path, monkeypatch):
     assert found["accuracy"] == found["accuracy_resized_pixels"] == 1 and found["accuracy_pixels"] == 0
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_run_evaluate_scores_every_benchmark(tmp_path, capsys):
     model = export_toy(tmp_path / "model")
     for task in LAYOUTS:

@@ -13,7 +13,7 @@ from launching import ds_config, losses, run_many, run_script, tight_config, toy
 from llava_ds.checkpoint.commit import checkpoints
 from llava_ds.files.jsonl import read_metrics
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 STEPS, EVERY = 12, 4
 LORA = {"lora_enable": True, "lora_r": 16, "lora_alpha": 64, "lora_dropout": 0.0, "learning_rate": 2e-2}

@@ -12,7 +12,7 @@ import toys
 from launching import ROOT, ds_config, environment, launch, run_many, toy_run
 
 # test_answers.py has what one process can show of it.
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 EVALUATE = ROOT / "run" / "evaluate.py"
 TIMEOUT_S = 1200

@@ -69,7 +69,7 @@ def write_questions(folder: Path) -> None:
     (folder / "questions.json").write_text(json.dumps(records))
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("ratio", ["pad", "anyres"])
 def test_its_answers_are_those_of_evaluate(ratio, lmms_eval, tmp_path):
     write_model(tmp_path / "output" / "mine", ratio)

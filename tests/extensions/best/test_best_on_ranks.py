@@ -15,7 +15,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.extensions.best.rule import BestRule
 from llava_ds.files.jsonl import read_metrics
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 STAGES, EVERY, PATIENCE, STEPS = (0, 2, 3), 2, 3, 40
 RULE = BestRule("eval_loss", False, PATIENCE, 0.0)

@@ -27,7 +27,7 @@ from llava_ds.extensions.classify.label_records import LabelField
 from llava_ds.extensions.embed.part_records import PartField
 from llava_ds.files.jsonl import read_metrics
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 STEPS, NUMBER, SAVED, LABELS, HEAD = 6, 18, 3, ["cat", "dog", "7"], "own_classify.safetensors"
 PACKED = {"tokens_per_micro_batch": 200}
 KINDS = {

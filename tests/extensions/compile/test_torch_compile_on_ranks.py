@@ -10,7 +10,7 @@ STEPS = 8
 MOST_RECOMPILED = 4  # in steps that all have other lengths: for gradients or none, and for a batch of a single tile
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
 def test_inductor_trains_the_same_and_stops_compiling(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_LOGS", "recompiles")

@@ -140,7 +140,7 @@ def loop(
     return curve
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("at", [at for at in RUNS if at[0] != "drawn"], ids=str)
 def test_training_is_the_textbooks(runs, by_hand, at):
     found, exact = read_metrics(runs[at] / "run" / "metrics.jsonl"), by_hand[at[0]]
@@ -150,7 +150,7 @@ def test_training_is_the_textbooks(runs, by_hand, at):
         assert most < 1e-6 * max(1.0, max(other[name] for other in exact)), (name, most)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_drawn_answers_do_not_depend_on_the_mesh(runs, by_hand):
     """Some steps are drawn; ranks, ZeRO's stage and packing only round differently."""
     curves = {at: losses(folder) for at, folder in runs.items() if at[0] == "drawn"}
@@ -160,7 +160,7 @@ def test_drawn_answers_do_not_depend_on_the_mesh(runs, by_hand):
     assert from_records.index(False) > 0 and not all(from_records)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_teachers_numbers_are_written_once(folder, runs):
     """Runs on the same data with the same teacher share them."""
     [written] = (folder / "cache").rglob("*teacher-*")
@@ -173,7 +173,7 @@ def rows_of(out: Path) -> list[dict[str, float]]:
     return [{name: row[name] for name in names} for row in read_metrics(path)] if path.exists() else []
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["drawn", "kept"])
 def test_a_killed_run_ends_with_the_same_bits(folder, given, kind):
     """Killed in steps on sampled answers, or with the teacher's numbers on disk, and resumed."""

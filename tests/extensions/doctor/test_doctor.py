@@ -435,7 +435,7 @@ def test_flags_that_can_not_be_used_are_exit_code_2(tmp_path):
     assert done.returncode == 2
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_json_that_training_refuses_is_exit_code_1(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{ // as DeepSpeed allows\n "zero_optimization": {"stage": 9}}')
@@ -445,7 +445,7 @@ def test_a_json_that_training_refuses_is_exit_code_1(tmp_path):
     assert "problem  configuration    zero_optimization.stage" in done.stdout
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_this_machine_can_train(tmp_path):
     """Really: two ranks over the launcher, and nothing but the report on standard output."""
     command = [sys.executable, str(DOCTOR), "--json", "--output_dir", str(tmp_path), "--cache_dir", str(tmp_path)]
@@ -459,6 +459,7 @@ def test_this_machine_can_train(tmp_path):
         assert name in ranks
 
 
+@pytest.mark.full
 def test_a_shipped_json_is_found_by_name(tmp_path):
     command = [sys.executable, str(ROOT / "run" / "doctor.py"), "--no_collective", "--json"]
     done = subprocess.run(

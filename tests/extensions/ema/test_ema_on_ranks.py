@@ -59,7 +59,7 @@ def averages(folder: Path, name: str) -> dict:
     return load_file(folder / name / "ema" / "model.safetensors")
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLACES)
 def test_the_average_is_the_textbooks(runs, name):
     every = runs / f"every-{PLACES[name][0]}"
@@ -75,20 +75,20 @@ def test_the_average_is_the_textbooks(runs, name):
     assert moved > 3e-4
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
 def test_a_resumed_run_has_the_same_average(runs, name):
     found, expected = averages(runs, f"{name}-again"), averages(runs, name)
     assert all((found[key] == expected[key]).all() for key in expected)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_average_moves_to_other_ranks_and_stages(runs):
     found, expected = averages(runs, "from-alone"), averages(runs, "alone")
     assert all((found[key] - expected[key]).abs().max() < 2e-6 for key in expected)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", OTHERS)
 def test_averages_beside_other_optimizers(runs, name, stage):
@@ -96,7 +96,7 @@ def test_averages_beside_other_optimizers(runs, name, stage):
     assert 0 < max((found[key] - last[key]).abs().max() for key in last) < 0.1
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_model_itself_is_exported_as_ever(runs):
     last = load_file(runs / "every-2" / f"checkpoint-{STEPS}" / "model.safetensors")
     found = load_file(runs / "zero2" / "model.safetensors")

@@ -85,7 +85,7 @@ def test_a_resumed_run_is_bit_equal_and_turns_are_logged(folder, given):
     assert any("[<image> What is it?" in text for text in texts)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_ranks_and_stages_give_one_run(folder, given):
     """Also with a reference model and a first question of the environment, and PPO."""
     runs = {(ranks, stage): f"{ranks}-{stage}" for ranks, stage in ((1, 2), (2, 0), (2, 2), (2, 3))}
@@ -118,7 +118,7 @@ class Later:
 """
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_an_error_ends_the_run_on_every_rank_and_it_goes_on_from_its_checkpoint(folder, given):
     there = folder / "output" / "checkpoint-1"
     (folder / "breaks.py").write_text(BREAKS.format(there=there))

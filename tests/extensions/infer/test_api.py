@@ -425,7 +425,7 @@ def script(folder: Path, log: Path, command: list[str], *flags: str):
         server.wait()
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_ranks_that_share_a_model_answer_together(folder, tmp_path):
     asked = [user("What is it?"), user("Why?")]
     loaded = load_model(folder)
@@ -452,7 +452,7 @@ def memory_of(process: subprocess.Popen) -> int:
     return psutil.Process(process.pid).memory_info().rss
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_script_under_load(folder, pictures, tmp_path):
     """2,000 requests of 32 clients at once, 500 malformed ones, and SIGTERM."""
     loaded, asked = load_model(folder), []

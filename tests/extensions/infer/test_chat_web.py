@@ -25,14 +25,14 @@ from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 
 
 def with_gradio() -> dict[str, str]:
-    """Variables with which Python finds gradio, which may lie apart (make test-full puts it there). Skips without."""
+    """Variables with which Python finds gradio, which may lie apart (make test-long puts it there). Skips without."""
     site = os.environ.get("DEMO_SITE")
     path = os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH"))))
     variables = {**environment(), **({"PYTHONPATH": path} if path else {})}
     look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('gradio') is None)"
     found = subprocess.run([sys.executable, "-c", look], env=variables)
     if found.returncode != 0:
-        pytest.skip("gradio is not installed: make test-full installs it, or pip install 'llava_ds[demo]'")
+        pytest.skip("gradio is not installed: make test-long installs it, or pip install 'llava_ds[demo]'")
     return variables
 
 
@@ -64,7 +64,7 @@ def page(tmp_path, tmp_path_factory):
     server.wait()
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_upload_ask_and_read(page, tmp_path):
     address, loaded, pictures, server, log = page
     conversation = Conversation()

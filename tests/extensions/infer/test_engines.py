@@ -156,7 +156,7 @@ def cases(tmp_path_factory, data) -> list[dict]:
     return found
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_answers_are_the_same(num_ranks, cases, data, tmp_path):
     assert len(prompts(data)) >= 100
@@ -180,7 +180,7 @@ def test_answers_are_the_same(num_ranks, cases, data, tmp_path):
         assert cut["tower"] == whole["tower"] and cut["decoder"] < 0.51 * whole["decoder"]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_script_on_two_ranks_says_what_one_process_says(toy, data):
     picture = str(next(Path(data["image_folder"]).glob("*.png")))
     chat, flags = ROOT / "run" / "chat.py", ["--model_path", str(toy), "--max_new_tokens", "6", "--engine", "deepspeed"]
@@ -199,7 +199,7 @@ def test_the_script_on_two_ranks_says_what_one_process_says(toy, data):
     assert done.returncode == 2 and "nowhere.png" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_checkpoint_answers_as_its_export(data, tmp_path):
     given = {**toys.write_base(tmp_path / "base"), **data}
     saved = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}

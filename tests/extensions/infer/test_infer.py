@@ -158,6 +158,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
         load_model(tmp_path)
 
 
+@pytest.mark.full
 def test_the_script(built, data):
     shown = ["--model_path", str(built[3])]
     image = str(next(Path(data["image_folder"]).glob("*.png")))

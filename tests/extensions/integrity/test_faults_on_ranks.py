@@ -8,7 +8,7 @@ import pytest
 import toys
 from launching import command_line, ds_config, launch, toy_run
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 WORDS = {
     "weight": "a weight changed",

@@ -188,6 +188,7 @@ def test_other_kinds_of_adapters_are_refused(changed, expected, base, tmp_path):
 HOSTILE = (".*a.*a.*b", "a?" * 40 + "a" * 40 + "b", "(a|a)" * 40 + "b", "a{1,99}a{1,99}a{1,99}b")
 
 
+@pytest.mark.full
 def test_a_pattern_of_layer_names_takes_time_in_proportion_to_them():
     """Names and patterns may both be a stranger's. In a process of its own: re does not let go of one."""
     code = f"""

@@ -365,6 +365,7 @@ def merged_tensors(model: nn.Module, plan: ModelPlan, args: ModelArguments) -> d
     return tensors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bits", [16, *rest(8), 4])
 def test_merged_weights_compute_what_lora_beside_them_did(base, batch, bits):
     if bits < 16:

@@ -259,7 +259,7 @@ def without_none(flags: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in flags.items() if value is not None}
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("bits", "stages"), [(16, 4), (8, 3), (4, 4)])
 def test_every_stage_gives_the_same_curve(matrix, bits, stages, ranks):
@@ -267,7 +267,7 @@ def test_every_stage_gives_the_same_curve(matrix, bits, stages, ranks):
         assert largest_difference(matrix / f"{bits}-0-1", matrix / f"{bits}-{stage}-{ranks}") < 1e-5, stage
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("bits", [16, 4])
 def test_recomputing_and_offloading_change_nothing(matrix, bits):
     for name in ("recomputed", "offloaded"):
@@ -276,14 +276,14 @@ def test_recomputing_and_offloading_change_nothing(matrix, bits):
     assert largest_difference(matrix / f"{bits}-0-1", matrix / f"{bits}-frozen") > 1e-4
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("bits", [16, 4])
 def test_bf16_follows_fp32(matrix, bits):
     for stage in (2, 3):
         assert 1e-5 < largest_difference(matrix / f"{bits}-0-1", matrix / f"{bits}-bf16-{stage}") < 0.1
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_biases_train_alike_partitioned_and_are_left_in_the_adapter(matrix):
     assert largest_difference(matrix / "biases-2", matrix / "biases-3") < 1e-5
     assert largest_difference(matrix / "biases-2", matrix / "16-2-2") > 1e-5
@@ -294,7 +294,7 @@ def test_biases_train_alike_partitioned_and_are_left_in_the_adapter(matrix):
     )
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_run_goes_on_from_an_adapter(matrix):
     before, after = losses(matrix / "16-3-2"), losses(matrix / "on")
     assert after[0] < before[0] - 0.1  # the same samples again

@@ -275,7 +275,7 @@ def runs(request, tmp_path_factory) -> Runs:
     return found
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_stage_trains_as_peft_in_a_plain_loop_and_leaves_what_peft_opens_and_merges(runs, variant):
     if variant not in cases(runs.part):
@@ -309,7 +309,7 @@ def check(runs: Runs, variant: str, stages: tuple[int, ...]) -> None:
             assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("part", "variants", "dropout"), [("all", ("dora", "pissa", "together"), 0.2), ("experts", ("plain",), 0.0)]
 )
@@ -333,7 +333,7 @@ def test_a_broken_off_run_goes_on_to_the_same_weights(tmp_path, part, variants, 
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_what_trains_behind_frozen_layers_trains_alike_at_every_stage(tmp_path):
     """LoRA and last layers behind all that is frozen, where what comes into a layer has no gradient of its own."""
     runs, todo = Runs(tmp_path, "language"), []

@@ -57,7 +57,7 @@ def test_the_loss_of_routers_trains_alike_at_zero_3(rows):
     assert differ(rows["zero0"], rows["zero3"]) < 1e-5
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [name for name in RUNS if name not in ("plain", "zero0") and not name.startswith("by_")]
 )
@@ -91,7 +91,7 @@ def test_the_log_has_the_load(rows):
         assert 1 <= row["experts/max_over_mean"] <= 4 and 0 < row["experts/entropy"] <= 1
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_with_it_the_layout_does(all_rows):
     check_routers_move(all_rows)
     check_layouts(all_rows)

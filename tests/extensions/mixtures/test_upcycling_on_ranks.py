@@ -142,7 +142,7 @@ def test_ranks_that_share_experts_drop_the_same_tokens_as_ranks_with_whole_ones(
     assert (quick / "output.txt").read_text().count("drops the rest, so the result depends") == 3
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["top1", "top3"])
 def test_any_number_of_experts_for_a_token_drops_the_same(full, kind):
     check_same(full / f"few-{kind}-ep1", full / f"few-{kind}-ep2")
@@ -168,7 +168,7 @@ def test_a_checkpoint_exports_the_same_model(quick):
     check_export(quick, "ep2-2")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_checkpoint_of_stage_0_exports_the_same_model(full):
     check_export(full, "ep2-0")
 
@@ -190,20 +190,20 @@ def test_transformers_computes_the_same_as_a_mixtral(quick):
     assert losses(quick / "mixtral") == pytest.approx(losses(quick / "ep2-2"), abs=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAME)
 def test_every_stage_and_layout_of_experts_trains_the_same_model(full, name):
     check_same(full / "ep1-0", full / name)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("name", MORE)
 def test_any_number_of_ranks_trains_nearly_the_same(full, name):
     """The routers' loss is of micro-batches, which other ranks have others of."""
     assert losses(full / name) == pytest.approx(losses(full / "ep1-0"), abs=1e-3)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in FULL if name != "dense"])
 def test_on_the_same_ranks_it_resumes_bit_for_bit(full, name):
     whole, resumed = full / name, full / f"{name} to {name}"
@@ -211,7 +211,7 @@ def test_on_the_same_ranks_it_resumes_bit_for_bit(full, name):
     assert differences(whole / f"checkpoint-{STEPS}", resumed / f"checkpoint-{STEPS}") == []
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), [pair for pair in MOVES if pair[0] != pair[1]])
 def test_on_other_ranks_it_goes_on_as_before(full, before, after):
     moved = full / f"{before} to {after}"
@@ -221,7 +221,7 @@ def test_on_other_ranks_it_goes_on_as_before(full, before, after):
         check_same(full / before, moved)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_experts_that_get_no_token_hang_nobody(full):
     """Routers of zeros send every token to the first two experts, which are all on the first rank."""
     folder = full / "idle"
@@ -245,7 +245,7 @@ def test_experts_that_get_no_token_hang_nobody(full):
     assert {row["experts/max_over_mean"] for row in read_metrics(full / "idle-ep2" / "run" / "metrics.jsonl")} == {2}
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_that_is_not_finite_and_a_flipped_bit_are_seen_on_all_ranks(tmp_path, precision):
     given = toy(tmp_path)

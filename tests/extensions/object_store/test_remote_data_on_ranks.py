@@ -9,7 +9,7 @@ import toys
 from launching import command_line, ds_config, launch, losses, toy_run
 
 # The store's cases are tested in one process in tests/files and tests/data; here it meets ranks and loader workers.
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 WORKER = Path(__file__).parent / "on_store.py"
 STEPS = 6

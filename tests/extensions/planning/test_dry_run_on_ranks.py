@@ -89,7 +89,7 @@ def test_it_shows_the_first_batch_of_the_first_rank(launched):
     assert [text.strip().removesuffix("</s>") for text in marked] == answers
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_it_leaves_nothing_where_nothing_was_and_counts_the_parameters_by_part(alone):
     done, nowhere = alone
     check(done, 1)

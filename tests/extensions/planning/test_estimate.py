@@ -193,6 +193,7 @@ def test_every_problem_is_said_at_once(main):
     assert len(str(caught.value).splitlines()) == 2
 
 
+@pytest.mark.full
 def test_as_a_command_it_exits_with_2_and_gives_nothing_but_json():
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
 

@@ -108,13 +108,13 @@ def on_ranks(request, tmp_path_factory):
     return measured(request.param, tmp_path_factory.mktemp("memory") / "even", LLAMA, CLIP)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_model_states_are_what_exists(on_ranks, case):
     check(*on_ranks[case])
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_model_states_of_an_uneven_model_are_what_exists(tmp_path, ranks):
     for case, found in measured(ranks, tmp_path / "uneven", UNEVEN, {**CLIP, "hidden_size": 52}).items():
@@ -122,7 +122,7 @@ def test_model_states_of_an_uneven_model_are_what_exists(tmp_path, ranks):
         check(*found)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", AXES)
 def test_model_states_of_ranks_that_share_are_what_exists(tmp_path, mesh):
     ranks, flags = AXES[mesh]

@@ -78,7 +78,7 @@ def estimated(flags: list[str], micro_steps: int) -> float:
     return step_traffic(shape, run.placement, run.setup, micro_steps).total
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_bytes_are_those_that_deepspeed_sends(counted, case):
     found, expected = counted[case]

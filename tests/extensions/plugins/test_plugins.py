@@ -334,6 +334,7 @@ def test_a_wrong_result_is_refused_with_its_function(tmp_path, slot):
         call(active(["idea"]).extensions["idea"])
 
 
+@pytest.mark.full
 def test_a_plugin_cannot_end_the_run_as_if_it_were_done(tmp_path):
     code = (
         "import sys\nfrom llava_ds.config.plugins import load\nfrom llava_ds.extensions.active import active\n"

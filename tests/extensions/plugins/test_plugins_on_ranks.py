@@ -54,7 +54,7 @@ MODULES = {"avg_llava", "osprey", "pave", "ross", "viral", "voco_llama"}  # exam
 NUMBERS = {"ross": "ross", "viral": "viral", "avg_llava": "router"}
 # One of each kind is tried in make test.
 EXAMPLES = [
-    name if name in ("token_packer", "ross", "pave") else pytest.param(name, marks=pytest.mark.full)
+    name if name in ("token_packer", "ross", "pave") else pytest.param(name, marks=pytest.mark.long)
     for name in (
         *("token_packer", "ross", "pave", "prumerge", "viral", "mini_gemini", "osprey", "vip_llava"),
         *("voco_llama", "avg_llava"),
@@ -183,7 +183,7 @@ def test_training_starts_from_its_export_without_it(runs, given, tmp_path):
     assert [each.name for each in (tmp_path / "after").glob("*.safetensors")] == ["model.safetensors"]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_export_answers_with_it_and_only_with_it(runs, given, tmp_path):
     name, folder = runs
     data = ("--data_path", given["data_path"], "--image_folder", given["image_folder"], "--limit", "2")
@@ -202,7 +202,7 @@ def test_the_export_answers_with_it_and_only_with_it(runs, given, tmp_path):
     note(name, evaluated=lacks[1] if lacks else "with it")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_table(capsys):
     """Print what was found for every example."""
     titles = list(dict.fromkeys(title for each in TABLE.values() for title in each))
@@ -213,7 +213,7 @@ def test_table(capsys):
             print(f"| {name} | {lines} |", *(f"{each.get(title, '-')} |" for title in titles))
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_commands_of_the_page_work(tmp_path):
     page = (ROOT / "docs" / "plugins.md").read_text()
     code, commands = (re.search(rf"^```{kind}\n(.*?)^```", page, re.S | re.M)[1] for kind in ("python", "bash"))
@@ -387,7 +387,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_mistake_is_refused_before_the_first_step_with_its_slot(given, tmp_path):
     runs = {}
     for name, (parts, _) in MISTAKES.items():
@@ -433,7 +433,7 @@ extension = Extension(objective=lambda plan, mesh, plain: Twice(plain))
 '''
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_check_goes_with_dropout_pairs_experts_and_drawn_answers(given, tmp_path):
     (tmp_path / "twice.py").write_text(HARMLESS)
     (tmp_path / "rules.py").write_text(RULES)

@@ -144,7 +144,7 @@ def joined(own, other):
     return replace(own, input_ids=ids, labels=torch.cat([own.labels[:begin], other.labels[from_:]]))
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("at", RUNS, ids=str)
 def test_training_is_the_textbooks(runs, textbook, at):
     found, exact = read_metrics(runs[at] / "run" / "metrics.jsonl"), textbook[at[2] if at[2] in textbook else "packed"]
@@ -155,7 +155,7 @@ def test_training_is_the_textbooks(runs, textbook, at):
         assert most < limit * max(1.0, max(abs(other[name]) for other in exact)), (name, most)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_first_loss_is_one_half(runs):
     """The policy is the reference."""
     assert read_metrics(runs[2, 2, "packed"] / "run" / "metrics.jsonl")[0]["loss"] == pytest.approx(0.5, abs=1e-6)

@@ -178,7 +178,7 @@ def by_hand(
     return loss, row
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("at", RUNS, ids=str)
 def test_training_is_the_textbooks(runs, textbook, at):
     found, exact = read_metrics(runs[at] / "run" / "metrics.jsonl"), textbook[at[0]]
@@ -191,12 +191,12 @@ def test_training_is_the_textbooks(runs, textbook, at):
         assert most < limit * max(1.0, max(abs(other[name]) for other in exact)), (name, most)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_first_loss_is_ln_2(runs):
     assert losses(runs["sigmoid", 2, 2])[0] == pytest.approx(math.log(2), abs=1e-9)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_tower_sees_an_image_once_for_both_answers(folder, given):
     """The dry run's first micro-batch: three of its pairs have an image."""
     flags = flags_of(given, folder / "dry", 2, dry_run=True, verbose=True, shuffle=False)

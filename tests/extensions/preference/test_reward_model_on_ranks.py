@@ -20,7 +20,7 @@ from llava_ds.export.output_folder import write_folder
 from llava_ds.files.jsonl import read_metrics
 from llava_ds.model.open.names import VALUE_HEAD_FILE
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 STEPS = 8
 KINDS = {
     "last": {},

@@ -31,7 +31,7 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize("cases", [QUICK, pytest.param(SLOW, marks=pytest.mark.full)], ids=["quick", "slow"])
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(SLOW, marks=pytest.mark.long)], ids=["quick", "slow"])
 def test_losses_and_gradients_are_the_same(tmp_path, cases):
     cases = {name: case for name, case in cases.items() if known(case[2])}
     given = {**toys.write_base(tmp_path / "base"), **write_pairs(tmp_path / "data", 12)}

@@ -11,7 +11,7 @@ from llava_ds.extensions.table import EXTENSIONS
 PAGE = Path(__file__).parents[3] / "docs" / "matrix.md"
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.skipif(
     not (all(map(known, ready_matrix.COLUMNS.values())) and {"preference", "rl", "embed", "gguf"} <= EXTENSIONS.keys()),
     reason="an extension that the page has a column for is not here",

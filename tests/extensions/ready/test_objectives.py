@@ -54,7 +54,7 @@ ASKED = [
 ANSWERS = [("It is a red cat.", "No."), ("two", "It is a blue dog, two."), ("yes", "It is a cat."), ("It is", "no no")]
 
 
-ALL = [QUICK, *(pytest.param(one, marks=pytest.mark.full) for one in FAMILIES if one != QUICK)]
+ALL = [QUICK, *(pytest.param(one, marks=pytest.mark.long) for one in FAMILIES if one != QUICK)]
 
 
 @pytest.fixture(scope="module", params=ALL)
@@ -457,6 +457,7 @@ def test_actor_and_critic(ready, drawn, monkeypatch):
     compare(found.loss_sum, expected, [actor], [ready.theirs, judge])
 
 
+@pytest.mark.full
 @needs_extension("lora")
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("family", ALL)

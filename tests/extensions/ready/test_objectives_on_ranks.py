@@ -123,7 +123,7 @@ def check_resumed(runs: Runs) -> None:
     assert states[0] and states[0] == states[1]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_objectives_on_ranks(runs):
     check(runs)
     if "copies-2" in runs.rows:

@@ -35,7 +35,7 @@ def prompts_of(number: int, folder: str) -> list[Prompt]:
 
 
 @pytest.mark.parametrize(
-    ("family", "number"), [(QUICK, 3), *(pytest.param(one, 200, marks=pytest.mark.full) for one in FAMILIES)]
+    ("family", "number"), [(QUICK, 3), *(pytest.param(one, 200, marks=pytest.mark.long) for one in FAMILIES)]
 )
 def test_drawn_answers_are_transformers(family, number, tmp_path):
     """Of prompts of different lengths together."""

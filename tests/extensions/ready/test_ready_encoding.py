@@ -145,7 +145,7 @@ def conversations(number: int, options: ImageOptions):
         yield ours, theirs, media
 
 
-@pytest.mark.parametrize("number", [25, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("number", [25, pytest.param(200, marks=pytest.mark.long)])
 def test_ids_and_labels_are_the_processors(ready, number):
     """Of conversations with several images and videos, one, or none, and system turns; and positions of three axes."""
     family, folder, processor = ready

@@ -16,7 +16,7 @@ QUICK = "qwen3_vl"  # three axes of positions, and features for later layers
 LONG = {"max_completion_length": 200, "max_turn_length": 60, "max_turns": 3, "max_steps": 1, "num_generations": 16}
 
 
-@pytest.mark.parametrize("family", [QUICK, *(pytest.param(one, marks=pytest.mark.full) for one in FAMILIES)])
+@pytest.mark.parametrize("family", [QUICK, *(pytest.param(one, marks=pytest.mark.long) for one in FAMILIES)])
 def test_the_drawing_has_the_log_probabilities_of_training(family, tmp_path):
     """A random model hardly ends a turn, so turns are long and many; prompts are shared or not."""
     (tmp_path / "rules.py").write_text(RULES)

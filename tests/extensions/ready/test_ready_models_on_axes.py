@@ -109,11 +109,12 @@ class Runs:
             assert shared[file] == pytest.approx(numbers, rel=FIRST, nan_ok=True)
 
 
+@pytest.mark.full
 def test_losses_gradients_and_exports_are_those_of_one_rank(tmp_path):
     Runs(QUICK, tmp_path, FEW).check()
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("family", [family for family in ready_models.FAMILIES if family not in ready_models.EXPERTS])
 def test_so_are_those_of_every_family(tmp_path, family):
     wanted = {name: run for name, run in MORE.items() if "-pp" not in name or family not in NO_STAGES}

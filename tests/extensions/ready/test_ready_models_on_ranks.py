@@ -301,7 +301,7 @@ def test_a_ready_model_trains_as_a_plain_loop_over_transformers(quick):
     check_answers(quick)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_so_does_every_family_at_every_stage(full):
     assert ("reloaded with peft, logits differ by" in full.output) == known(LORA)
     assert ("Gated DeltaNet: sample by sample, everything else packed" in full.output) == full.family.startswith(

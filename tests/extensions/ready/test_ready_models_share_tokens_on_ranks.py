@@ -90,7 +90,7 @@ def test_tokens_of_a_ready_model_are_shared(tmp_path):
     check(tmp_path, ["plain"])
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("family", ready_models.FAMILIES)
 def test_tokens_of_every_family_are_shared(family, tmp_path):
     """Of texts, images and videos, with a trained tower, LoRA and preferences."""

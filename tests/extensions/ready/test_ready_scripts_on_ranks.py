@@ -65,7 +65,7 @@ def messages_of(data: str) -> list[dict]:
     return rows
 
 
-@pytest.mark.full
+@pytest.mark.long
 @needs("lora_enable")
 def test_scripts_for_qwen_vl(tmp_path):
     given = toys.write_data(tmp_path / "data", "itiititt" * 4)

@@ -177,7 +177,7 @@ def test_images_without_their_windows_start_are_refused(planned, monkeypatch, tm
         ready_trial.check_ready(plan, images, str(tmp_path))
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_layers_that_are_computed_once_more_have_the_same_gradients(planned, monkeypatch):
     """Of the tower, too, and of layers that read keys of others."""
     plan, images, folder = planned
@@ -195,7 +195,7 @@ def test_layers_that_are_computed_once_more_have_the_same_gradients(planned, mon
     assert found.gradient < 1e-4
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_frozen_tower_leaves_the_other_gradients(planned, monkeypatch):
     """They are transformers', and the tower has none."""
     plan, images, folder = planned

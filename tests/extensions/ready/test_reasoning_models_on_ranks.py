@@ -18,7 +18,7 @@ from llava_ds.extensions.infer.engines import EngineOptions, load_for_inference
 from llava_ds.extensions.infer.generate import Prompt, answer, prompt_ids
 from llava_ds.extensions.infer.load import load_model
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 WORDS = ("circle", "square", "star", "moon")
 OFF = json.dumps({"enable_thinking": False})

@@ -12,7 +12,7 @@ from llava_ds.files.jsonl import read_metrics
 from llava_ds.tiny.scene_files import write_dataset
 
 
-@pytest.mark.full
+@pytest.mark.long
 @needs("lora_enable", "reward_funcs")
 @needs_extension("benchmarks")
 def test_a_small_model_learns_by_sft_then_by_rewards(tmp_path):

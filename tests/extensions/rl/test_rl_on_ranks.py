@@ -54,7 +54,7 @@ def runs(folder, given) -> dict[str, list[dict]]:
     return {path.parents[1].name: read_metrics(path) for path in folder.glob("*/run/metrics.jsonl")}
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_every_stage_gives_the_same_run(runs):
     for kind in KINDS:
         assert len(runs[f"{kind}-2"]) == STEPS
@@ -63,7 +63,7 @@ def test_every_stage_gives_the_same_run(runs):
                 assert row[name] == pytest.approx(other[name], abs=2e-5, rel=2e-4), (kind, row["step"], name)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_first_iteration_has_every_ratio_1(runs):
     for row in runs["plain-2"]:
         assert row["clip_ratio/region_mean"] == 0.0
@@ -72,7 +72,7 @@ def test_the_first_iteration_has_every_ratio_1(runs):
     assert runs["plain-2"][0]["samples"] == 4 and runs["plain-2"][0]["reward_std"] > 0
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("kind", SAVING)
 def test_a_resumed_run_is_bit_equal(folder, runs, kind):
     whole, resumed = f"{kind}-2", f"resumed-{kind}"
@@ -87,7 +87,7 @@ def test_a_resumed_run_is_bit_equal(folder, runs, kind):
     assert states[0] and states[0] == states[1]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_critic_resumes_on_another_number_of_ranks(runs):
     """To rounding: one rank adds up in another order."""
     for row, other in zip(runs["critic-2"], runs["resharded-critic"], strict=True):
@@ -95,7 +95,7 @@ def test_a_critic_resumes_on_another_number_of_ranks(runs):
             assert row[name] == pytest.approx(other[name], abs=2e-5, rel=2e-4), (row["step"], name)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_prompts_without_signal_are_replaced_the_same_on_any_number_of_ranks(runs):
     rows, alone = runs["refilled-2"], runs["alone-refilled"]
     assert 0 < sum(row["frac_resampled"] for row in rows) < len(rows)
@@ -104,7 +104,7 @@ def test_prompts_without_signal_are_replaced_the_same_on_any_number_of_ranks(run
             assert row[name] == pytest.approx(other[name], abs=2e-5, rel=2e-4), (row["step"], name)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_critic_learns_with_its_own_rate(runs):
     rows = runs["critic-2"]
     assert rows[0]["lr"] == [2e-3, 2e-3, 1e-3, 1e-3, *4 * [5e-4]]  # language model, projector, then all of the critic
@@ -114,7 +114,7 @@ def test_the_critic_learns_with_its_own_rate(runs):
     assert all(0 < row["policy/approxkl_avg"] < 1 for row in rows)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_answers_are_kept_with_their_rewards(folder, runs):
     rows = read_rollouts(folder / "resumed-held")
     assert rows == read_rollouts(folder / "held-2")[SAVED:]  # the first ones were not copied
@@ -122,7 +122,7 @@ def test_answers_are_kept_with_their_rewards(folder, runs):
     assert sum(answer["times"] for answer in rows[0]["answers"]) == 4 and rows[0]["reference"]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_first_steps_say_that_nothing_is_learned(folder, given):
     """By a reward that is the same for every answer, and one that applies to none."""
     (folder / "flat.py").write_text(
@@ -145,7 +145,7 @@ def half(completions, solution, level, **_):
 """
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_other_columns_of_the_records_reach_the_function(folder, given):
     """The first record has only one of the two."""
     (folder / "columns.py").write_text(COLUMNS)
@@ -164,7 +164,7 @@ def test_other_columns_of_the_records_reach_the_function(folder, given):
     assert "half has the parameter 'solution', but no list or column" in done.stdout + done.stderr
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_reward_that_fails_ends_the_run_before_the_model_is_built(folder, given):
     (folder / "fails.py").write_text("def fails(completions, **_): return [1 / len(text) for text in completions]\n")
     flags = flags_of(folder, given, "fails", 2, reward_funcs=f"{folder}/fails.py:fails", reward_weights="1")
@@ -173,7 +173,7 @@ def test_a_reward_that_fails_ends_the_run_before_the_model_is_built(folder, give
     assert not (folder / "fails" / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_script_starts_it_and_exports(folder, given):
     flags = flags_of(folder, given, "script", 2, max_steps=1)
     flags.pop("objective")
@@ -182,7 +182,7 @@ def test_the_script_starts_it_and_exports(folder, given):
     assert (folder / "script" / "model.safetensors").is_file()
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_actor_is_exported_without_its_critic(folder, given):
     """At the end of the run, and from its checkpoint."""
     more = {"num_generations": 1, "max_steps": 1, "save_strategy": "steps"}
@@ -197,7 +197,7 @@ def test_the_actor_is_exported_without_its_critic(folder, given):
     assert all(torch.equal(written[name], exported[name]) for name in exported)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["refilled", "critic"])
 def test_bad_records_are_left_out_by_the_same_books(tmp_path, given, kind):
     """Records without an answer or an image file before training, and an image that breaks off while it trains."""
@@ -221,7 +221,7 @@ def test_bad_records_are_left_out_by_the_same_books(tmp_path, given, kind):
     assert [row["step"] for row in skipped if row["id"] == "s1"] == [*range(1, STEPS + 1)]
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 def test_answers_of_a_vllm_server(folder, given, stage):
     """A stand-in draws them: the run pushes its weights before every step and trains on what comes back."""

@@ -13,7 +13,7 @@ SLOW = {"plain": (2, 0), "critic": (2, 2), "adapters": (2, 1), "critic-adapters"
 SLOW["rloo"] = (2, 3)
 
 
-@pytest.mark.parametrize("cases", [QUICK, pytest.param(SLOW, marks=pytest.mark.full)], ids=["quick", "slow"])
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(SLOW, marks=pytest.mark.long)], ids=["quick", "slow"])
 def test_losses_and_gradients_are_the_same(tmp_path, cases):
     (tmp_path / "rules.py").write_text(RULES)
     cases = {name: case for name, case in cases.items() if name in KINDS}

@@ -19,7 +19,7 @@ from sharing import (
     write_data,
 )
 
-pytestmark = pytest.mark.full  # test_meshes.py has a little of it for every day
+pytestmark = pytest.mark.long  # test_meshes.py has a little of it for every day
 
 SHARED = {"sequence_parallel_size": 2}
 PACKED = {"tokens_per_micro_batch": 250}  # of each rank

@@ -11,7 +11,7 @@ from launching import ROOT, command_line, ds_config, launch, toy_run
 
 from llava_ds.files.jsonl import read_metrics
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 STEPS, SAVED, SPIKE = 8, 3, 5
 NAN, LARGE = ({"rank": 1, "where": "loss", "value": value} for value in (float("nan"), 500.0))

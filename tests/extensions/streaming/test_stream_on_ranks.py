@@ -47,7 +47,7 @@ def wait_until(done, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_run_that_begins_with_two_shards_is_that_of_a_whole_cache(tmp_path):
     given, gate = write_given(tmp_path, 6 * SHARD), tmp_path / "gate"
     more = {"eval_fraction": 0.1, "tokens_per_micro_batch": 600}
@@ -78,7 +78,7 @@ def test_a_run_that_begins_with_two_shards_is_that_of_a_whole_cache(tmp_path):
     assert eval_loss(cold) == eval_loss(warm)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_two_ranks_stream_like_the_whole_encoding(tmp_path):
     given, gate = write_given(tmp_path, 6 * SHARD, bad=0), tmp_path / "gate"
     common = {"num_train_epochs": 2, "dataloader_num_workers": 1}
@@ -103,7 +103,7 @@ def test_two_ranks_stream_like_the_whole_encoding(tmp_path):
     assert all(data == prints["whole"] for data in prints.values())
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_too_many_bad_records_end_the_run_where_it_meets_them(tmp_path):
     given = write_given(tmp_path, 6 * SHARD)
     flags = stream_run(given, tmp_path / "out", max_bad_fraction=0.03)
@@ -115,7 +115,7 @@ def test_too_many_bad_records_end_the_run_where_it_meets_them(tmp_path):
     assert len(steps) > 2 >= sum(step < steps[-1] for step in steps)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_source_that_can_t_be_read_ends_the_run_with_one_message(tmp_path):
     given = write_given(tmp_path, 40 * SHARD, bad=0, kinds="t")
     path = Path(given["data_path"])

@@ -21,7 +21,7 @@ from sharing import (
     write_data,
 )
 
-pytestmark = pytest.mark.full  # test_meshes.py has a little of it for every day
+pytestmark = pytest.mark.long  # test_meshes.py has a little of it for every day
 
 TP = {"tensor_parallel_size": 2}
 PACKED = {"tokens_per_micro_batch": 400}

@@ -37,7 +37,7 @@ PARTS = {
 PARTS = {name: flags for name, flags in PARTS.items() if known(flags)}
 QUICK = {("qwen2-0.5b", "both", False)}
 CASES = [
-    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.full)
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.long)
     for name in NAMED
     for case in [(name, "both", False), (name, "both", True)]
     + [
@@ -73,7 +73,7 @@ QWEN35_2B = {
 }  # fmt: skip
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("trained", ["both", "projector", "experts"])
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("name", MIXTURES)
@@ -83,7 +83,7 @@ def test_the_peak_of_a_mixture_is_not_above_the_estimate(name, trained, recomput
     assert 0.65 * expected < found - weights < 1.03 * expected
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_the_peak_of_layers_with_a_state(monkeypatch, recomputes):
     """Of eight layers as Qwen3.5-2B has them, with kernels."""
@@ -101,7 +101,7 @@ def test_the_peak_of_a_micro_batch_is_as_estimated(name, trained, recomputes):
     assert found == pytest.approx(weights + expected, rel=0.03 if trained == "critic" else 0.02)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("trained", ["both", "projector"])
 def test_mlps_that_take_some_tokens_at_a_time_keep_their_input_alone(trained, recomputes):
@@ -184,7 +184,7 @@ WIDE = {
 WIDE_TOWER = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 2, "num_hidden_layers": 6}
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("family", ready_models.FAMILIES)

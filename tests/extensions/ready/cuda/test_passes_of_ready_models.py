@@ -23,7 +23,7 @@ def test_ready_models(family, trained, tmp_path):
     ready_model_trained_once(family, tmp_path, trained)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize(("package", "capability"), [(flash_attn_2, (8, 0)), (flash_attn_3, (9, 0))])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_images_that_see_each_other_with_flash_attn(monkeypatch, tmp_path, package, capability, checkpointed):
