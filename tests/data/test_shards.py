@@ -82,6 +82,7 @@ def test_machines_share_the_work_and_get_the_rows_of_one(opened, tmp_path, monke
     assert files_of(together.folder) == {".arrow", ".json"} and not list(together.folder.parent.glob("*.work"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("moment", ["records.write", "read", "shard 0", "shard 5", "half of a shard", "finish"])
 def test_a_killed_encoding_is_continued_with_the_shards_that_are_there(opened, tmp_path, monkeypatch, moment):
     alone, cache_dir = opened(), tmp_path / "killed"

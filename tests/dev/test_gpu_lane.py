@@ -23,6 +23,7 @@ def test_the_lane_runs_and_leaves_its_results(tmp_path):
     assert all(result["test"].replace("'", "&#39;") in page for result in found["results"])
 
 
+@pytest.mark.full
 def test_without_a_gpu_it_says_what_it_needs():
     words = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu/test_speed.py"]
     variables = {name: value for name, value in os.environ.items() if name != "REHEARSE_GPU"} | {

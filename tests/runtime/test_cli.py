@@ -128,6 +128,7 @@ def test_ctrl_c_while_it_looks_for_gpus(tmp_path):
     assert process.communicate(timeout=60) == ("", "") and process.returncode == EXIT_INTERRUPTED
 
 
+@pytest.mark.full
 def test_an_installation_works_from_an_empty_folder(tmp_path):
     """Not an editable one: the sources are built from a copy, and the checkout is not looked at."""
     source, site, empty = tmp_path / "source", tmp_path / "site", tmp_path / "empty"

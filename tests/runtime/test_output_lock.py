@@ -59,6 +59,7 @@ def ended() -> Process:
     return dataclasses.replace(Process.current(), pid=child)
 
 
+@pytest.mark.full
 def test_a_second_start_is_refused_with_the_name_of_the_first_and_a_dead_one_holds_nothing(tmp_path):
     folder = tmp_path / "a" / "b"
     first, second = start(folder), None

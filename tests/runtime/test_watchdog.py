@@ -143,6 +143,7 @@ def test_steps_that_end_in_time_and_phases_without_a_limit_go_on(start):
     assert run.codes == [] and run.thread.is_alive()
 
 
+@pytest.mark.full
 def test_starting_may_take_long_while_it_gets_on(start, monkeypatch):
     goes_on = [True]
     monkeypatch.setattr(module, "Activity", lambda on_gpu: SimpleNamespace(goes_on=lambda elapsed_s: goes_on[0]))

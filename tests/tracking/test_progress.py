@@ -276,6 +276,7 @@ def test_on_a_gpu_the_copy_waits_for_its_own_step_alone(monkeypatch):
     assert done[2:] == ["synchronize"]
 
 
+@pytest.mark.full
 def test_a_bar_without_a_terminal_is_lines_between_other_lines(capfd):
     bar = progress_bar(total=2, desc="mine", mininterval=0)
     for step in (1, 2):

@@ -228,8 +228,8 @@ def test_frames_are_chosen_by_flags_that_are_given_and_else_by_the_folder(tmp_pa
 def test_bounds_are_for_models_whose_images_keep_their_size(tmp_path):
     write_ready(tmp_path, "smolvlm")
     plan, args = with_pixels(tmp_path, video_max_pixels=4096)
-    with pytest.raises(ConfigError, match="--video_max_pixels 4096: this model's images have sizes"):
+    with pytest.raises(ConfigError, match="--video_max_pixels 4096: this model's processor alone decides"):
         plan.tower.image_options(args)
     plan, args = with_pixels(tmp_path, max_pixels=4096)
-    with pytest.raises(ConfigError, match="--max_pixels 4096: this model's images have sizes"):
+    with pytest.raises(ConfigError, match="--max_pixels 4096: this model's processor alone decides"):
         plan.tower.image_options(args)

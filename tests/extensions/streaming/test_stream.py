@@ -209,6 +209,7 @@ def _state(pid: int) -> str:
         return "Z"
 
 
+@pytest.mark.full
 def test_videos_of_a_ready_model_are_streamed(tmp_path):
     """Their tokens and tiles are those of data that is encoded before."""
     write_ready = pytest.importorskip("ready_models").write_ready
