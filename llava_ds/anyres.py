@@ -1,4 +1,4 @@
-"""LLaVA-NeXT's arithmetic of images cut into tiles. No files."""
+"""LLaVA-NeXT's arithmetic for cutting images into tiles. Reads no files."""
 
 import ast
 import math
@@ -12,10 +12,10 @@ DEFAULT_GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))  # tiles across and dow
 
 
 def parse_pinpoints(text: str | None, size: int) -> tuple[Size, ...]:
-    """Parse --image_grid_pinpoints to (width, height) in pixels, in order (the first wins ties).
+    """Parse --image_grid_pinpoints to (width, height) in pixels. The first of equally good ones is chosen.
 
-    Takes LLaVA's list "[(336,672),(672,336)]", or LLaVA-NeXT's range of grids "(1x1),...,(6x6)". None gives
-    LLaVA-NeXT's five. Raises ConfigError for other texts, and for sizes that are not multiples of size.
+    text: LLaVA's list "[(336,672),(672,336)]", LLaVA-NeXT's range of grids "(1x1),...,(6x6)", or None for LLaVA-NeXT's
+    five grids. size: side of a tile. Raises ConfigError for other texts, and for sides that are not multiples of size.
     """
     if text is None:
         return tuple((across * size, down * size) for across, down in DEFAULT_GRIDS)
@@ -63,7 +63,7 @@ def best_pinpoint(size: Size, pinpoints: tuple[Size, ...]) -> Size:
 
 
 def fitted_size(size: Size, target: Size) -> Size:
-    """Compute the size of an image scaled to fit into the target.
+    """Compute the size (width, height) of an image scaled to fit into the target size.
 
     Source: LLaVA's resize_and_pad_image.
     """
@@ -75,9 +75,9 @@ def fitted_size(size: Size, target: Size) -> Size:
 
 
 def unpadded_box(size: Size, across: int, down: int) -> tuple[int, int, int, int]:
-    """Compute the box (left, top, right, bottom) of the features without padding, in a grid of `across` x `down`.
+    """Compute the box (left, top, right, bottom) of the features that are not padding, in a grid of `across` x `down`.
 
-    For a very narrow image it may be empty. Source: LLaVA's unpad_image, which rounds the image's size down.
+    The box may be empty for a very narrow image. Source: LLaVA's unpad_image (it rounds the image's size down).
     """
     width, height = size
     if width / height > across / down:
@@ -88,10 +88,10 @@ def unpadded_box(size: Size, across: int, down: int) -> tuple[int, int, int, int
 
 
 def scaled_down(width: int, height: int, max_tiles: int | None, side: int) -> tuple[int, int] | None:
-    """Compute the size to which features of more than max_tiles tiles are scaled; None to leave them unchanged."""
+    """Compute the size to which width x height features are scaled if they exceed max_tiles; None if they don't."""
     if max_tiles is None:
         return None
     times = math.sqrt(height * width / (max_tiles * side**2))
     if times <= 1.1:
         return None
-    return max(1, int(width // times)), max(1, int(height // times))  # LLaVA-NeXT crashes if none are left
+    return max(1, int(width // times)), max(1, int(height // times))  # without max, a side of 0 crashes LLaVA-NeXT

@@ -1,7 +1,7 @@
 """The tensors of one micro-batch: the only interface between data and model.
 
-T tokens of all samples laid end to end, M image positions among them, S supervised positions, N image tiles of P
-patches each, R pooled features, each of up to K patch features.
+T: tokens of all samples laid end to end; M: image positions among them; S: supervised positions; N: image tiles; P:
+patches of a tile; R: pooled features; K: maximum number of patch features in a pooled feature.
 """
 
 import dataclasses
@@ -70,12 +70,12 @@ class Placing(NamedTuple):
 
 
 class SharedPrompts(NamedTuple):
-    """Placement of samples whose first tokens are in the pack only once: in the closest earlier sample that has them.
+    """Placement of samples whose first tokens a pack has only once, in the closest earlier sample with these tokens.
 
-    keys (K,) int64: positions in T of the tokens of each sample, shared ones included, sample after sample; cu_keys
-    (samples + 1,) int32: the samples' start offsets in keys, and K; max_keys: tokens of the longest sample; row_of (S,)
-    int64: each target's index in Batch.target_positions; tokens (S,) int64: the targets' own positions; lengths:
-    tokens of each sample with the shared ones, own: without them, on the host.
+    keys (K,) int64: positions in T of each sample's tokens, shared ones included, sample after sample. cu_keys
+    (samples + 1,) int32: start offsets of the samples in keys, and K. max_keys: tokens of the longest sample. row_of
+    (S,) int64: each target's index in Batch.target_positions. tokens (S,) int64: position of each target's token.
+    lengths, own: tokens of each sample with and without the shared ones, on the host.
     """
 
     keys: torch.Tensor
@@ -129,11 +129,11 @@ class Batch:
 
     @property
     def target_tokens(self) -> torch.Tensor:
-        """The targets' own positions, (S,)."""
+        """Position of each target's token in T, (S,)."""
         return self.target_positions + 1 if self.shared is None else self.shared.tokens
 
     def by_target(self, values: torch.Tensor) -> torch.Tensor:
-        """Return a row for each target, (S, ...), from values at target_positions."""
+        """Return one row per target, (S, ...). values: rows at target_positions."""
         return values if self.shared is None else values.index_select(0, self.shared.row_of)
 
     def to(self, device: torch.device) -> "Batch":

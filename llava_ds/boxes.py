@@ -1,11 +1,11 @@
-"""Boxes and points on images: their coordinate systems, and how models write them. No files."""
+"""Boxes and points on images: their coordinate systems, and the formats in which models write them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# Coordinate systems by ms-swift's names: pixels of an image, and fractions of its width and height in units of 1 or
-# 1/1000.
+# Coordinate systems under ms-swift's names: pixels, or fractions of the image's width and height, from 0 to 1 or from 0
+# to 1000.
 BBOX_TYPES = ("real", "norm1", "norm1000")
 BboxType = Literal["real", "norm1", "norm1000"]
 
@@ -14,10 +14,10 @@ Numbers = tuple[float, ...]  # left, top, right, bottom of a box; x, y of a poin
 
 @dataclass(frozen=True)
 class BoxFormat:
-    """How a model writes boxes and points.
+    """The format in which a model writes boxes and points.
 
-    bbox_type: coordinate system, where "real" means pixels of the image as resized by its processor; box, point, ref:
-    formats of a box, a point, and the name of an object, with {} for each number or the name; {1} before {0} puts y
+    bbox_type: coordinate system; "real" means pixels of the image as resized by the model's processor. box, point, ref:
+    format strings of a box, a point and an object's name, with {} for each number or the name; {1} before {0} puts y
     before x.
     """
 
@@ -32,7 +32,7 @@ class BoxFormat:
         return 2 if self.bbox_type == "norm1" else None
 
     def describe(self) -> str:
-        """Describe the format in a line for a person."""
+        """Return a line that describes the format to the user."""
         where = {"real": "pixels of the resized image", "norm1": "0 to 1", "norm1000": "0 to 1000"}[self.bbox_type]
         return f"boxes are written as {self.box.format('x1', 'y1', 'x2', 'y2')}, in {where}"
 
@@ -43,21 +43,21 @@ class BoxFormat:
 
 # LLaVA-1.5's format, used in its data for RefCOCO and Visual Genome.
 LLAVA_BOXES = BoxFormat("norm1")
-# For models that were not trained on boxes, and for most that were.
+# Format of most models that were trained on boxes, and default for models that were not.
 THOUSANDTHS = BoxFormat("norm1000")
 
 
 def coordinate_units(bbox_type: BboxType, size: tuple[int, int]) -> tuple[int, int]:
-    """Units along the width and height of an image of this size in pixels."""
+    """Return the number of units along an image's width and height. size: of the image in pixels."""
     return {"real": size, "norm1": (1, 1), "norm1000": (1000, 1000)}[bbox_type]
 
 
 @dataclass(frozen=True)
 class CoordinateFrame:
-    """The rectangle in which coordinates are counted. Pairs are (width, height) or (x, y).
+    """The rectangle that coordinates refer to. Pairs are (width, height) or (x, y).
 
-    corner: its top left corner in pixels of the image; size: in pixels of the image; units: along its sides; decimals:
-    decimal places of a number, None for whole numbers.
+    corner, size: its top left corner and its size, in pixels of the image. units: number of units along its sides.
+    decimals: decimal places of a number, None for whole numbers.
     """
 
     corner: tuple[float, float]

@@ -5,23 +5,23 @@ import re
 from collections.abc import Iterable
 
 IGNORE_INDEX = -100  # label of unsupervised positions (torch's cross-entropy default)
-IMAGE_TOKEN_INDEX = -200  # id of one image-feature position in encoded ids, before the collator replaces it (LLaVA)
+IMAGE_TOKEN_INDEX = -200  # LLaVA's id for a position of an image feature; the collator replaces it
 IMAGE_TOKEN = "<image>"
-IM_PATCH_TOKEN = "<im_patch>"  # never in a text, with --mm_use_im_patch_token (LLaVA)
+IM_PATCH_TOKEN = "<im_patch>"  # added with --mm_use_im_patch_token (LLaVA); no text contains it
 IM_START_TOKEN, IM_END_TOKEN = "<im_start>", "<im_end>"  # around every image, with --mm_use_im_start_end
 SPACE = "▁"  # sentencepiece's mark for a space
 
-MAX_IMAGE_PIXELS = 50_000_000  # bound before decoding and after resizing, unless a flag changes it
-PILLOW_MAX_PIXELS = 178_956_970  # Pillow refuses to open larger images, whatever the flag
+MAX_IMAGE_PIXELS = 50_000_000  # default limit, checked before decoding and after resizing
+PILLOW_MAX_PIXELS = 178_956_970  # Pillow refuses to open larger images, even if a flag allows them
 
 EXIT_FAILURE = 1  # an error of the program, with a traceback
 EXIT_BAD_INPUT = 2
-EXIT_STOPPED = 75  # stopped on request, without loss: the same command resumes (EX_TEMPFAIL of sysexits.h)
+EXIT_STOPPED = 75  # stopped on request; the same command resumes without loss (EX_TEMPFAIL of sysexits.h)
 # Stopped on request, without a state to resume from. Not in sysexits.h, so that no program retries automatically.
 EXIT_NOT_RESUMABLE = 79
 EXIT_INTERRUPTED = 130  # by Ctrl-C, as in a shell
-EXIT_READER_GONE = 141  # as in a shell for a program that SIGPIPE ended
-EXIT_RANK_LOST = 70  # a rank died or hung, and another's watchdog ended the run
+EXIT_READER_GONE = 141  # a shell's exit code for a program that SIGPIPE ended
+EXIT_RANK_LOST = 70  # a rank died or hung, and the watchdog ended the run
 
 
 class ConfigError(ValueError):
@@ -29,7 +29,7 @@ class ConfigError(ValueError):
 
 
 class FlagProblems(ConfigError):
-    """Flags that are known but can't be used as given. arguments: config.arguments.Arguments, as parsed."""
+    """Flags exist but can't be used as given. arguments: the parsed flags (config.arguments.Arguments)."""
 
     def __init__(self, message: str, arguments: object) -> None:
         super().__init__(message)
@@ -41,20 +41,20 @@ class DataError(ValueError):
 
 
 class FileProblem(DataError):
-    """A file named by a record is missing or unusable: the record becomes valid once the file is."""
+    """A file that a record names is missing or unusable. The record becomes valid once the file is repaired."""
 
 
 class FileChanged(DataError):
-    """A file has changed since its record was checked: the data must be checked again."""
+    """A file has changed since its record was checked, so the data must be checked again."""
 
 
 def nearest_names(name: str, known: Iterable[str]) -> list[str]:
     """Find known names that `name` may be a misspelling of, the most similar first.
 
-    Names are compared word by word (words end at _ - . or a space): whole names that share their last words are similar
-    as strings but mean different things. A known name matches if each word has a counterpart with similar spelling, or
-    if it has one word too many or too few. Opposites (freeze, unfreeze) and other numbers (beta1, beta3) never match; a
-    word may be abbreviated to its first letters.
+    Names are compared word by word (words end at _ - . or a space), because names that share their last words are
+    similar as strings but mean different things. A known name matches if each word has a counterpart of similar
+    spelling, or if it has one word more or less. Opposites (freeze, unfreeze) and different numbers (beta1, beta3)
+    never match. A word may be abbreviated to its first letters.
     """
     scores = {each: _similarity(name, each) for each in known}
     return sorted((each for each, score in scores.items() if score), key=lambda each: -scores[each])
@@ -66,13 +66,13 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
-    """End of a message about an unknown name: "did you mean X?", or `otherwise` if no known name is similar."""
+    """Return "did you mean X?" for an unknown name, or `otherwise` if no known name is similar."""
     nearest = nearest_name(name, known)
     return otherwise if nearest is None else f"did you mean {nearest}?"
 
 
 def _similarity(name: str, known: str) -> float:
-    """Similarity up to 1; 0 for names that don't match."""
+    """Return the similarity of two names, up to 1; 0 if they don't match."""
     words, others = _words(name), _words(known)
     if (joined := "".join(words)) == (other := "".join(others)):
         return 1.0
@@ -106,6 +106,6 @@ def in_short(value: object) -> str:
     """Format a value for a message, shortened if very long."""
     try:
         text = str(value)
-    except ValueError:  # Python converts no whole number with more than 4,300 digits
+    except ValueError:  # Python refuses to format integers with more than 4,300 digits
         return "a number with thousands of digits"
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"

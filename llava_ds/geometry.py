@@ -1,4 +1,4 @@
-"""Arithmetic on image sizes, and the resulting layouts. No files."""
+"""Compute layouts of images and videos from their sizes, without reading files."""
 
 import dataclasses
 import math
@@ -24,19 +24,19 @@ Size = tuple[int, int]  # width, height
 BILINEAR, BICUBIC = 2, 3  # Pillow's filter numbers
 FILTERS = (BILINEAR, BICUBIC)
 
-PIXEL_FLAGS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels")  # for images of any size
+PIXEL_FLAGS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels")  # for models with images of any size
 
-_MAX_LAYOUTS = 4096  # kept in memory: they are small
+_MAX_LAYOUTS = 4096  # maximum number of cached layouts
 
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """A tower's input, and its number of features.
+    """The input images of a tower, and their number of features.
 
-    size: side of the square in pixels; patch_size: pixels along a side of one projected feature; mean, std: per
-    channel, in [0, 1]; stretch: the tower's own processor stretches images to a square, instead of cropping the center;
-    class_token: a feature of the whole image precedes the patch features; short_side: pixels to which its processor
-    scales the shorter side before cropping, None for `size`; resample: Pillow's filter number.
+    size: side of the square in pixels. patch_size: side of one projected feature in pixels. mean, std: per channel, in
+    [0, 1]. stretch: True if the tower's processor stretches images to the square, False if it crops the centre.
+    class_token: True if a feature of the whole image precedes the patch features. short_side: length to which the
+    processor scales the shorter side before cropping, None for `size`. resample: Pillow's filter number.
     """
 
     size: int
@@ -58,14 +58,13 @@ class ImageSpec:
 class ImageOptions:
     """Everything that determines an image's or video's pixels and the order of its features.
 
-    size: side of the tower's square in pixels; patch_size: side of one feature's patch; mean: per channel, in [0, 1];
-    pinpoints: sizes that an anyres image may take, (width, height) in pixels, () for LLaVA-NeXT's five; stretch: the
-    tower's own processor stretches an image to the square, instead of cropping its centre; class_token: the first
-    feature of a tile is of the whole tile; short_side: pixels to which a square image's shorter side is scaled before
-    its centre is cropped, None for size; square_resample: Pillow's filter number for images that become one tile;
-    value_range: values of images of more than 8 bits that become black and white, LOW,HIGH, or "image" for each image's
-    own range, None for the range of its type; clip: settings of one video from its part of a message; other fields are
-    the flags of similar names.
+    size: side of the tower's square in pixels. patch_size: side of one feature's patch. mean: per channel, in [0, 1].
+    pinpoints: (width, height) in pixels that an anyres image may take, () for LLaVA-NeXT's five. stretch: True if the
+    tower's processor stretches images to the square, False if it crops the centre. class_token: True if the first
+    feature of a tile is of the whole tile. short_side: length to which the shorter side is scaled before the centre is
+    cropped, None for size. square_resample: Pillow's filter number for images that become one tile. value_range: values
+    that become black and white in images of more than 8 bits: LOW,HIGH, "image" for the image's own range, or None for
+    its type's range. clip: settings of one video from its part of a message. Other fields are flags of similar names.
     """
 
     size: int
@@ -91,17 +90,17 @@ class ImageOptions:
 
     @property
     def tiling(self) -> Tiling | None:
-        """Rule that cuts images into tiles; None for LLaVA's own."""
+        """Rule that cuts images into tiles; None for LLaVA's rules."""
         return None
 
     @property
     def video(self) -> "VideoRule | None":
-        """Rule for an architecture's own videos; None for LLaVA's, and for models without video."""
+        """Rule for videos of an architecture; None for LLaVA's rules, and for models without videos."""
         return None
 
     @property
     def no_video_reason(self) -> str:
-        """Completes "videos of ..." with the reason why they can't be read, if a tiling has no videos."""
+        """Completion of a message that begins with "videos of", for a tiling that has no videos."""
         return "a tower that sees images in their shape are not supported yet"
 
     @property
@@ -110,11 +109,11 @@ class ImageOptions:
         return "a flag decides their size"
 
     def asking(self, kind: Literal["image", "frames", "video"], size: RequestedSize) -> "ImageOptions | None":
-        """Build the options for an image or video with a size set in its record; None if unsupported."""
+        """Return the options for an image or video whose record sets its size; None if that is unsupported."""
         return None
 
     def without_limits(self) -> "ImageOptions":
-        """Return the options without limits of pixels, which change an image's size and not how a model sees it."""
+        """Return the options without limits on pixels: they affect an image's size but not its processing."""
         return self
 
     def encoder(self) -> "type | None":
@@ -122,10 +121,10 @@ class ImageOptions:
         return None
 
     def position_ids(self, input_ids: "torch.Tensor", layouts: Sequence[MediaLayout]) -> "torch.Tensor | None":
-        """Compute a sample's token positions if they have three axes, (3, T) int64; otherwise None.
+        """Compute a sample's token positions (3, T) int64 for models with three axes; None for other models.
 
-        input_ids (T,), IMAGE_TOKEN_INDEX at features; layouts: of the images and videos, the last of which may be
-        truncated.
+        input_ids (T,): with IMAGE_TOKEN_INDEX at features; layouts: of the sample's images and videos. The last one's
+        features may be truncated.
         """
         return None
 
@@ -161,7 +160,7 @@ class ImageOptions:
 
     @property
     def tokens_per_tile(self) -> int:
-        """P, features of a tile."""
+        """Number of features of a tile, P."""
         return self.side**2 + self.class_token
 
     @property
@@ -200,15 +199,15 @@ class ImageOptions:
 
 @dataclass(frozen=True)
 class TiledImageOptions(ImageOptions):
-    """Options of images that a tiling cuts. size: side of a tile; patch_size: pixels along a side of one language-model
-    feature; tiling: the rule; resample: Pillow's filter number."""
+    """Options of images that a tiling cuts. size: side of a tile in pixels; patch_size: side in pixels of one feature
+    in the language model; tiling: the rule; resample: Pillow's filter number."""
 
     tiling: Tiling | None = None
     resample: int = BICUBIC
 
 
 def image_options(model: ModelArguments, data: DataArguments, spec: ImageSpec) -> ImageOptions:
-    """Build image options from checked flags and the tower. Raises ConfigError for flags that don't fit the tower."""
+    """Build image options from checked flags and the tower's spec. Raises ConfigError if they don't fit together."""
     size, patch_size = spec.size, spec.patch_size
     ratio, stride = data.image_aspect_ratio, data.mm_spatial_pool_stride
     if given := [f"--{name} {value}" for name in PIXEL_FLAGS if (value := getattr(data, name))]:
@@ -279,10 +278,10 @@ def square_padding(width: int, height: int) -> tuple[int, int, int]:
 
 
 def coordinate_frame(size: Size, num_media: int, options: ImageOptions) -> CoordinateFrame:
-    """Build the coordinate frame of an image in a sample with num_media images and videos: the image, or LLaVA's
-    square.
+    """Return the frame of an image's coordinates: the image, or LLaVA's padded square around it.
 
-    Raises DataError if the image is cropped: boxes could then be outside the visible part.
+    num_media: number of images and videos in the sample. Raises DataError if the image is cropped, because boxes could
+    then be outside the visible part.
     """
     corner, whole, resized = (0, 0), size, size
     if options.tiling is not None:
@@ -306,10 +305,10 @@ def media_layout(
     options: ImageOptions,
     footage: "Footage | None" = None,
 ) -> MediaLayout:
-    """Compute the layout of one image (a size) or video (a size per frame). num_media: images and videos of the sample.
+    """Compute the layout of an image (sizes has its size) or of a video (sizes has a size per frame).
 
-    footage: for a video with a rule in the options. Only a sample's single image is cut into tiles. Source:
-    LLaVA-NeXT's prepare_inputs_labels_for_multimodal.
+    num_media: number of images and videos in the sample; anyres cuts an image into tiles only if it is the only one.
+    footage: needed if the options have a rule for videos. Source: LLaVA-NeXT's prepare_inputs_labels_for_multimodal.
     """
     side, newline, class_token = options.side, options.has_newline, options.class_token
     whole = (0, 0, side, side)
@@ -357,8 +356,8 @@ def media_layout(
 
 
 def tiled_cut(kind: str, sizes: tuple[Size, ...], options: ImageOptions) -> Cut:
-    """Compute the tiles of an image, or of each video frame. Raises DataError if the model has no videos, or for frames
-    of several sizes."""
+    """Compute the tiles of an image, or of each video frame. Raises DataError if the model does not support videos, or
+    if frames differ in size."""
     if kind == "image":
         return options.tiling.cut(sizes[0])
     if options.video is None:
@@ -372,7 +371,7 @@ def tiled_cut(kind: str, sizes: tuple[Size, ...], options: ImageOptions) -> Cut:
 
 
 def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions, footage: "Footage | None") -> MediaLayout:
-    """Compute the layout of an image or video that a tiling cuts: all features of its tiles, in order."""
+    """Compute the layout of an image or video that a tiling cuts. It has all features of the tiles, in order."""
     tiling = options.tiling
     cut, written = tiled_cut(kind, sizes, options), None
     n, side, moments = cut.num_tiles, options.side, 1

@@ -1,5 +1,5 @@
 # P features of a tile (side x side), n tiles of one image or video, R pooled features, each of up to K patch features
-"""Order of an image's or video's features in a sequence. No tensors, no files."""
+"""Compute the order of an image's or video's features in a sequence, without tensors or files."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ import numpy as np
 
 from llava_ds.tilings import Grid, Size
 
-_MAX_ROWS = 64  # layouts whose indices are kept in memory
+_MAX_ROWS = 64  # maximum number of layouts whose indices are cached
 
 
 class ImageText(NamedTuple):
-    """Text that a model's own processor writes for an image or video, and the number of features per image token in
-    it."""
+    """Text that the model's processor writes for an image or video. features: number of features per image token in
+    the text."""
 
     text: str
     features: int
@@ -26,8 +26,8 @@ class ImageText(NamedTuple):
 class MediaLayout:
     """The layout of one image or video: its tiles, and the order of their features in a sequence.
 
-    num_tiles, n: tiles for the tower, an anyres image's overview first, then row by row; num_tokens: positions in the
-    sequence, newlines included; overview: the first tile is an overview that has positions.
+    num_tiles, n: number of tiles for the tower (of an anyres image the overview, then the tiles row by row).
+    num_tokens: positions in the sequence, newlines included. overview: True if the overview has positions.
     """
 
     num_tiles: int
@@ -52,12 +52,12 @@ class MediaLayout:
 
     @property
     def mark(self) -> int | ImageText:
-        """Value that the encoder inserts: a number of positions, or the text of a model's own processor."""
+        """The value that the encoder inserts: a number of positions, or the text of the model's processor."""
         return self.num_tokens if self.text is None else self.text
 
     @property
     def tile_pairs(self) -> int:
-        """Pairs of cells of an image that attend to each other; 0 for tiles: they count as separate images."""
+        """Number of pairs of an image's cells in attention; 0 for tiles, because they are encoded separately."""
         return 0 if self.cells is None else self.moments * (self.num_tiles // self.moments) ** 2
 
     @property
@@ -67,32 +67,32 @@ class MediaLayout:
 
     @property
     def grids(self) -> tuple[Grid, ...]:
-        """Cells of the image, or of a video's moments with consecutive features, in order."""
+        """Grids of the image's cells, or of each group of video moments whose features are consecutive, in order."""
         in_row = self.moments if self.text is None else self.text.features // (self.num_tiles // self.moments)
         return (Grid(*self.cells, in_row, self.interval),) * (self.moments // in_row)
 
     def with_moments(self, moments: int) -> "MediaLayout":
-        """Return the layout for a number of the video's moments (groups of frames), without text between them.
+        """Return the layout of only some of the video's moments (groups of frames), without text between them.
 
-        Only a tower's input has that form: the moments that one sequence-parallel rank needs.
+        It describes the input of a tower that encodes only the moments that one sequence-parallel rank needs.
         """
         n, tokens = (moments * (count // self.moments) for count in (self.num_tiles, self.num_tokens))
         return dataclasses.replace(self, num_tiles=n, num_tokens=tokens, moments=moments, text=None)
 
     @property
     def rows(self) -> np.ndarray:
-        """Feature rows (num_tokens,) int64: below n * P, a feature of the tiles; n * P, the newline; above, a pooled
-        feature."""
+        """Row of each position's feature, (num_tokens,) int64: below n * P a feature of the tiles, at n * P the
+        newline, above n * P a pooled feature."""
         return _indices(self)[0]
 
     @property
     def pool_index(self) -> np.ndarray:
-        """Features of the tiles that each pooled feature is computed from, (R, K) int64."""
+        """Tile features from which each pooled feature is computed, (R, K) int64."""
         return _indices(self)[1]
 
     @property
     def pool_weight(self) -> np.ndarray:
-        """Weights of the pooled features' sources, (R, K) float32: they add up to 1; infinity for max pooling."""
+        """Weights of these tile features, (R, K) float32. They add up to 1, or are infinity for max pooling."""
         return _indices(self)[2]
 
 
@@ -134,14 +134,14 @@ def _indices(layout: MediaLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _windows(blocks: np.ndarray, width: int, height: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sources and weights of torch's avg_pool2d or max_pool2d; edges that fill no window are dropped."""
+    """Return indices and weights of torch's avg_pool2d or max_pool2d. Edges that don't fill a window are dropped."""
     used = blocks[:, : height * stride, : width * stride].reshape(len(blocks), height, stride, width, stride)
     index = used.transpose(0, 1, 3, 2, 4).reshape(-1, stride * stride)
     return index, np.full(index.shape, 1 / stride**2, np.float32)
 
 
 def _bilinear(blocks: np.ndarray, width: int, height: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sources and weights of torch's interpolate with mode="bilinear", align_corners=False and a size."""
+    """Return indices and weights equal to torch's interpolate with mode="bilinear", align_corners=False and a size."""
     top, bottom, low = _taps(blocks.shape[1], height)
     left, right, far = _taps(blocks.shape[2], width)
     corners = [
@@ -155,9 +155,9 @@ def _bilinear(blocks: np.ndarray, width: int, height: int) -> tuple[np.ndarray, 
 
 
 def _taps(length: int, new_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Compute the two nearest old positions of each new position, and the weight of the second.
+    """Return the two old positions nearest to each new position, and the weight of the second.
 
-    In single precision with a fused multiply-add, as in torch's kernels.
+    Computes in single precision with a fused multiply-add, like torch's kernels.
     """
     scale = np.float64(np.float32(length) / np.float32(new_length))
     place = (scale * (np.arange(new_length) + 0.5) - 0.5).astype(np.float32).clip(0)

@@ -1,4 +1,4 @@
-"""Backends of the tokenizers library from sentencepiece's models (tokenizer.model)."""
+"""Build backends for the tokenizers library from sentencepiece models (tokenizer.model)."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from llava_ds.files.model_files import read_json_if_there
 
 
 def read_model(path: Path):
-    """Parse a BPE model; None for another kind of file (tiktoken uses the same name)."""
+    """Parse a sentencepiece BPE model. Returns None for other files, because tiktoken uses the same name."""
     module = import_protobuf()
     try:
         proto = module.ModelProto.FromString(path.read_bytes())
@@ -22,7 +22,7 @@ def read_model(path: Path):
 
 
 def _declared_tokens(folder: Path, config: dict) -> set[str]:
-    """Tokens that the folder's files add to sentencepiece's vocabulary or declare as special."""
+    """Return the tokens that a folder's files add to sentencepiece's vocabulary or declare as special."""
     named = [value for key, value in config.items() if key.endswith("_token")]
     named += config.get("additional_special_tokens") or []
     named += (config.get("added_tokens_decoder") or {}).values()
@@ -35,10 +35,10 @@ def _declared_tokens(folder: Path, config: dict) -> set[str]:
 def backend_of(
     tokenizer: PreTrainedTokenizerBase, proto, folder: Path, config: dict, first_space_only: bool
 ) -> Tokenizer:
-    """Build a backend with sentencepiece's steps: normalisation, spaces, unsplittable symbols, merges.
+    """Build a backend that tokenizes like sentencepiece: normalisation, spaces, unsplittable symbols, merges.
 
-    Source: sentencepiece's normalizer, and 4.37's LlamaTokenizer (it tokenizes the text between added tokens
-    separately).
+    Source: sentencepiece's normalizer, and LlamaTokenizer in transformers 4.37 (it tokenizes the texts between
+    added tokens separately).
     """
     declared = _declared_tokens(folder, config)
     state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -51,7 +51,7 @@ def backend_of(
     state["model"] |= {
         "unk_token": proto.trainer_spec.unk_piece,
         "byte_fallback": any(piece.type == types.BYTE for piece in proto.pieces),
-        "ignore_merges": bool(symbols),  # a symbol is a word by itself, and no merge leads to it
+        "ignore_merges": bool(symbols),  # no merges produce a symbol, so it has to be looked up as a whole word
     }
     backend = Tokenizer.from_str(json.dumps(state))
 

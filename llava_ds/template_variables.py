@@ -1,8 +1,7 @@
-"""Variables of Jinja chat templates (--chat_template_kwargs), stored as defaults at the beginning of the template
-itself.
+"""Variables of Jinja chat templates (--chat_template_kwargs), stored as defaults at the beginning of the template.
 
-Every program that renders the template (training, evaluation, transformers, servers) then uses the same values without
-options.
+Every program that renders the template (training, evaluation, transformers, servers) then uses these values, without
+having to be given them.
 """
 
 import json
@@ -20,10 +19,10 @@ from llava_ds.files.model_files import MAX_NESTING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SHOWN = 200  # characters of a flag in a message
+_SHOWN = 200  # maximum characters of a flag's value in a message
 FLAG = "chat_template_kwargs"  # the name in Hugging Face's, TRL's and servers' renderers
 
-# Arguments of transformers' renderers and their callers (variables must not override them), and names that the
+# Names that variables must not have: arguments of transformers' renderers and their callers, and names that the
 # renderers define for every template.
 RESERVED = frozenset(
     {
@@ -36,14 +35,14 @@ RESERVED = frozenset(
     }
 )
 
-# One variable's default. transformers' renderer removes the line break, so that the line leaves no trace.
+# Jinja code that sets one variable's default. transformers removes the line break, so the output does not change.
 _DEFAULT = "{{%- if {name} is not defined %}}{{%- set {name} = {value} %}}{{%- endif %}}\n"
 _KEPT = re.compile(r"\{%- if (\w+) is not defined %\}\{%- set \1 = (.*) %\}\{%- endif %\}\n")
 _GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 
 
 def parse_variables(text: str | None) -> dict[str, object]:
-    """Parse the variables in --chat_template_kwargs, {} for none. Raises ConfigError for anything except a JSON
+    """Parse --chat_template_kwargs to variables by name, {} for None. Raises ConfigError if it is not a JSON
     object."""
     if text is None:
         return {}
@@ -80,8 +79,8 @@ def read_variables(source: str, tokenizer: "PreTrainedTokenizerBase") -> set[str
 def _undeclared(source: str) -> frozenset[str]:
     """Find all names that a template reads before it sets them. Raises jinja2's errors.
 
-    The template is only parsed. jinja2.meta would compile it and compute constants; constants of an untrusted template
-    may exhaust memory.
+    The template is only parsed. jinja2.meta would compile it and compute its constants: that may exhaust memory if the
+    template is untrusted.
     """
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     tree = environment.parse(_GENERATION.sub(_as_condition, source))
@@ -90,7 +89,7 @@ def _undeclared(source: str) -> frozenset[str]:
     macros = [*tree.find_all(nodes.Macro)]
     stored |= {macro.name for macro in macros}
     _read(tree, stored, loaded)
-    for macro in macros:  # they run after everything around them is set
+    for macro in macros:  # macros are called after the template's names are set
         own = stored | {argument.name for argument in macro.args}
         for node in (*macro.defaults, *macro.body):
             _read(node, own, loaded)
@@ -108,19 +107,19 @@ def _read(node: nodes.Node, stored: set[str], loaded: set[str]) -> None:
             loaded.add(node.name)
         return
     inner = [*node.iter_child_nodes()]
-    if isinstance(node, (nodes.Assign, nodes.For)):  # targets are written first, but set last
+    if isinstance(node, (nodes.Assign, nodes.For)):  # the value is read before the target is set
         inner = [node.node if isinstance(node, nodes.Assign) else node.iter, *inner]
     for each in inner:
         _read(each, stored, loaded)
 
 
 def is_reserved(name: str, tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """True for names set by every rendering: its arguments, and the special tokens."""
+    """Return True for names that the renderer sets itself: RESERVED, and the special tokens."""
     return name in RESERVED or name in tokenizer.special_tokens_map
 
 
 def variables_problem(variables: dict[str, object], source: str, tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """Explain, as a predicate, why a template can't take these variables; None if it can."""
+    """Return why a template can't use these variables, as text that follows the flag in a message; None if it can."""
     if taken := [name for name in variables if is_reserved(name, tokenizer)]:
         return f"sets {taken[0]!r}, but that is set for every conversation: leave it out"
     known = read_variables(source, tokenizer)
@@ -147,7 +146,7 @@ def split_defaults(source: str) -> tuple[dict[str, str], str]:
 
 
 def default_values(source: str) -> dict[str, object]:
-    """The template's defaults as Python values."""
+    """Return a template's defaults as Python values, by name."""
     return {name: _evaluated(value) for name, value in split_defaults(source)[0].items()}
 
 
@@ -191,15 +190,15 @@ def _literal(value: object) -> str:
         return "{" + ", ".join(f"{_literal(key)}: {_literal(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_literal, value)) + "]"
-    if isinstance(value, str):  # not json's escapes of surrogate pairs: Jinja does not join them
+    if isinstance(value, str):  # no \u escapes of surrogate pairs, because Jinja does not join them
         text = json.dumps(value, ensure_ascii=False)
         return "".join(f"\\u{ord(char):04x}" if char in "\x7f\x85\u2028\u2029" else char for char in text)
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _evaluated(literal: str) -> object:
-    """Evaluate a literal from a template, possibly an untrusted one: nothing is computed. Raises ValueError for other
-    expressions."""
+    """Convert a Jinja literal to a Python value. Computes nothing, because the template may be untrusted; raises
+    ValueError for anything but a literal."""
     try:
         [output] = jinja2.Environment().parse("{{ " + literal + " }}").body
         [expression] = output.nodes
@@ -229,7 +228,7 @@ def _is_literal(text: str) -> bool:
 
 
 def _as_condition(match: re.Match) -> str:
-    """Replace {% generation %} and {% endgeneration %} by an `if`: only transformers' own environment knows them."""
+    """Replace {% generation %} and {% endgeneration %} by an `if`, because only transformers can parse these tags."""
     return f"{match[1]}{'endif' if match[2] else 'if true'}{match[3]}"
 
 

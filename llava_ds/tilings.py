@@ -1,6 +1,6 @@
-"""Tilings of images: sizes, order, and placeholder text. No pixels, no files.
+"""Tilings of images: number and order of tiles, and placeholder text.
 
-A tiling computes the tiles of an image from its size, so that lengths are known without decoding.
+A tiling needs only an image's size, so sample lengths can be computed without decoding images.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ Size = tuple[int, int]  # width, height
 class Cut:
     """Steps from an image to its tiles.
 
-    steps: sizes to which it is resized in sequence; grid: tiles across and down of the last size, row by row;
-    overview_from: index of the image that is resized to one more, last tile (0: the original, 1: after the first step),
-    or None.
+    steps: sizes to which the image is resized one after the other. grid: number of tiles across and down in the last
+    size, in row order. overview_from: index of the image that is resized to the overview, the last tile (0: the
+    original, 1: the result of the first step), or None.
     """
 
     steps: tuple[Size, ...]
@@ -31,9 +31,9 @@ class Cut:
 class Tiling(Protocol):
     """Rule that cuts images into tiles.
 
-    side: pixels of a tile; image_token: placeholder in a conversation, one per group of features, None if image
-    positions have no text; placeholder: the chat template's text for an image; takes_whole_images: tiles are the cells
-    of an image, and the tower takes the image as a whole.
+    side: side of a tile in pixels. image_token: placeholder token in a conversation, one per group of features; None if
+    image positions have no text. placeholder: text of the chat template for an image. takes_whole_images: True if the
+    tower encodes an image as a whole, and the tiles are only its cells.
     """
 
     side: int
@@ -42,18 +42,18 @@ class Tiling(Protocol):
     takes_whole_images: bool
 
     def cut(self, size: Size) -> Cut:
-        """Compute the tiles of an image. Raises DataError for one that can't be cut."""
+        """Compute the tiles of an image of this size. Raises DataError if it can't be cut."""
 
     def text(self, cut: Cut) -> str:
-        """Placeholder text of the image."""
+        """Return the placeholder text of an image."""
 
 
 @dataclass(frozen=True)
 class RequestedSize:
-    """Size of an image, or of each video frame, from the settings of its part of a message.
+    """Size of an image, or of each video frame, as set in its part of a message; None for missing settings.
 
-    least, most: pixels, per frame for a video; total: pixels of a video, counting two frames as one; resized: width and
-    height before rounding to cells. None for settings that are missing.
+    least, most: minimum and maximum pixels of an image or frame. total: maximum pixels of a video, counting two frames
+    as one. resized: width and height before rounding to cells.
     Source: fetch_image and fetch_video of qwen-vl-utils. Missing bounds take its defaults.
     """
 
@@ -64,9 +64,9 @@ class RequestedSize:
 
 
 class Grid(NamedTuple):
-    """Cells of an image, or of a video's moments with consecutive features, in a sequence.
+    """Cells of an image, or of video moments whose features are consecutive in a sequence.
 
-    across, down: per moment; moments: in time; interval: between their positions in the language model.
+    across, down: cells of a moment; moments: number of moments; interval: distance between their position ids.
     """
 
     across: int

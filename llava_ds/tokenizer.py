@@ -1,8 +1,8 @@
-"""Tokenizers with the ids of LLaVA's own code, for any set of files in a folder.
+"""Open tokenizers so that they give the same ids as in LLaVA's own code.
 
-LLaVA trained with transformers 4.37: sentencepiece if the folder has tokenizer.model (use_fast=False), otherwise
-tokenizer.json as written. transformers 5 rebuilds Llama's and Gemma's tokenizers by its own rules: it may omit the
-first token, drop sentencepiece's space before a text, and split differently.
+LLaVA trained with transformers 4.37: it uses sentencepiece if the folder has tokenizer.model (use_fast=False), and
+otherwise tokenizer.json. transformers 5 rebuilds Llama's and Gemma's tokenizers by its own rules: it may omit the
+first token, drop sentencepiece's space before a text, or split a text differently.
 """
 
 import copy
@@ -17,21 +17,21 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import IM_END_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, SPACE, ConfigError
 from llava_ds.files.model_files import check_folder, library_errors, own_file, read_config, read_json_if_there, shown
 
-MAX_NAMED = 4  # tokens named in one line
-MAX_GAP = 1 << 16  # ids without a token
+MAX_NAMED = 4  # maximum tokens named in one line
+MAX_GAP = 1 << 16  # maximum number of ids without a token
 
-# Classes that begin a text with bos in transformers 4.37 unless tokenizer_config.json says otherwise. They ignore the
+# Classes that put bos before a text in transformers 4.37, unless tokenizer_config.json disables it. They ignore the
 # post-processor in tokenizer.json.
 _BEGINS_WITH_BOS = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer"}
-# A space is added only at the beginning of the whole text: LlamaTokenizer with legacy=False.
+# Key that marks a tokenizer like LlamaTokenizer with legacy=False: it adds a space only at the start of the whole text.
 _FIRST_SPACE_ONLY = "sentencepiece_first_space_only"
-# Key in tokenizer_config.json of an export whose tokenizer adds nothing: the chat template writes bos as in training.
-# The encoder behaves as if the tokenizer added bos.
+# Key in tokenizer_config.json of an export whose tokenizer adds no bos because the chat template writes it. The encoder
+# treats such a tokenizer as if it added bos.
 _WITHOUT_ITS_BOS = "llava_ds_without_its_bos"
 
 
 def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Open the tokenizer of a folder, with character offsets. Raises ConfigError for a folder without one."""
+    """Open a folder's tokenizer. Raises ConfigError if it is missing, or if it has no character offsets."""
     where = f"--model_name_or_path {path}"
     try:
         tokenizer = read_tokenizer(path, where)
@@ -48,14 +48,14 @@ def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Texts of all special tokens: named or listed ones, and ones that the files only mark as special, such as Gemma's
+    """Return the texts of all special tokens, including tokens that the files only mark as special, such as Gemma's
     <end_of_turn>."""
     marked = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return list(dict.fromkeys([*tokenizer.all_special_tokens, *marked]))
 
 
 def read_template(folder: Path, where: str) -> str | None:
-    """Read the chat template in a folder's chat_template.jinja; None if missing."""
+    """Return the content of a folder's chat_template.jinja; None if it is missing."""
     file = folder / "chat_template.jinja"
     if not file.is_file():
         return None
@@ -92,9 +92,9 @@ def _auto_tokenizer(path: str | Path, where: str) -> PreTrainedTokenizerBase:
 
 
 def as_llava(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Rebuild a tokenizer from the files in its folder, with the ids of LLaVA's own code.
+    """Rebuild a tokenizer from the files in its folder, to give the same ids as LLaVA's own code.
 
-    A tokenizer without a folder, or one already rebuilt, is returned unchanged.
+    A tokenizer that has no folder or is already rebuilt is returned unchanged.
     """
     folder = Path(tokenizer.name_or_path or "")
     files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -126,7 +126,7 @@ def _rebuilt(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedToke
     backend.no_padding()
     backend.no_truncation()
     if declared in _BEGINS_WITH_BOS:
-        # transformers 5 also writes flags that are at their class's defaults: as false or null.
+        # transformers 5 writes these flags even if they have their class's defaults, as false or null.
         bos = tokenizer.bos_token if config.get("add_bos_token") in (True, None) else None
         eos = tokenizer.eos_token if config.get("add_eos_token") else None
         backend.post_processor = _framing(backend, bos, eos)
@@ -138,7 +138,7 @@ def _rebuilt(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedToke
 
 
 def framing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Ids that training puts before and after every text: those that the tokenizer adds."""
+    """Return the ids that training puts before and after every text, as the tokenizer does."""
     if tokenizer.init_kwargs.get(_WITHOUT_ITS_BOS) is True and tokenizer.bos_token_id is not None:
         return [tokenizer.bos_token_id], []
     where = f"the tokenizer of {tokenizer.name_or_path}"
@@ -151,12 +151,12 @@ def framing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int
 
 
 def begins_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """True if training puts bos before every text, and nothing else."""
+    """Return True if training adds bos before every text, and nothing else."""
     return tokenizer.bos_token_id is not None and framing_ids(tokenizer) == ([tokenizer.bos_token_id], [])
 
 
 def leave_bos_to_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Stop a tokenizer from adding bos, and note that in its files. Only if begins_with_bos is true."""
+    """Stop a tokenizer from adding bos, and record that for its files. Call it only if begins_with_bos is True."""
     tokenizer.backend_tokenizer.post_processor = _framing(tokenizer.backend_tokenizer, None, None)
     tokenizer.init_kwargs |= {_WITHOUT_ITS_BOS: True, "add_bos_token": False}
 
@@ -177,9 +177,9 @@ def add_image_tokens(tokenizer: PreTrainedTokenizerBase, args: ModelArguments) -
 
 
 def num_rows(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Number of embedding rows for all ids: the tokenizer's length, or more if its largest id needs more.
+    """Return the number of embedding rows for all ids: the tokenizer's length, or more if its largest id is larger.
 
-    Raises ConfigError for ids so far apart that the rows between them would fill the memory.
+    Raises ConfigError if more than MAX_GAP rows would have no token, because they could fill the memory.
     """
     count, last = len(tokenizer), max(tokenizer.get_vocab().values())
     if last > count + MAX_GAP:
@@ -191,24 +191,23 @@ def num_rows(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def note_rows(tokenizer: PreTrainedTokenizerBase, rows: int, leaving_out: tuple[str, ...] = ()) -> None:
-    """Note on a tokenizer how many rows the model's embedding has, for encoders: the tokenizer goes wherever the
-    encoder goes.
+    """Store the number of rows of the model's embedding in a tokenizer, from where encoders can read it.
 
-    leaving_out: tokens that may have ids beyond the rows, because features replace them.
+    leaving_out: tokens whose ids may be beyond the rows, because features replace them.
     """
     beyond = {i: token for token, i in tokenizer.get_vocab().items() if i >= rows and token not in leaving_out}
     tokenizer._embedding_rows = (rows, dict(sorted(beyond.items()))) if beyond else None
 
 
 def rows_noted(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Number of rows of the model's embedding if the tokenizer has ids beyond them; None if all ids have a row, or if
-    no model is known."""
+    """Return the number of rows that note_rows stored if the tokenizer has ids beyond them; None if all ids have a
+    row, or if note_rows was not called."""
     noted = getattr(tokenizer, "_embedding_rows", None)
     return None if noted is None else noted[0]
 
 
 def tokens_without_rows(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Line about the tokens beyond the rows of the model's embedding (note_rows); [] if none."""
+    """Return a line about the tokens that have no row in the model's embedding (see note_rows); [] if all have."""
     if rows_noted(tokenizer) is None:
         return []
     rows, beyond = tokenizer._embedding_rows
@@ -221,10 +220,10 @@ def tokens_without_rows(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def first_space_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern | None:
-    """Pattern of text beginnings that need one more space to match LLaVA's tokenization, or None.
+    """Return a pattern for texts before which a space has to be added to get LLaVA's ids; None if never.
 
-    With legacy=False, 4.37 adds a space to every text that does not begin with a special token. The tokenizers library
-    adds none to a text that begins with a space or an added token.
+    With legacy=False, transformers 4.37 adds a space before every text that does not begin with a special token. The
+    tokenizers library adds none if the text begins with a space or an added token.
     """
     if not tokenizer.init_kwargs.get(_FIRST_SPACE_ONLY, False):
         return None
@@ -233,7 +232,7 @@ def first_space_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern | None
 
 
 def _add_missing(backend: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add tokens of the folder's other files, in the order of their ids."""
+    """Add the tokens that only the folder's other files have, in the order of their ids."""
     known = backend.get_vocab(with_added_tokens=True)
     for _, token in sorted(tokenizer.added_tokens_decoder.items()):
         if token.content not in known:
@@ -250,7 +249,7 @@ def _framing(backend: Tokenizer, bos: str | None, eos: str | None) -> processors
 
 
 def _split_at_spaces(backend: Tokenizer) -> None:
-    """Apply merges word by word (many times faster) if no token crosses the beginning of a word."""
+    """Make a backend apply merges word by word, many times faster, if no token extends into the next word."""
     state = json.loads(backend.to_str())
     model, scheme = state["model"], state["pre_tokenizer"] or {}
     alone = scheme.get("type") == "Metaspace" and not scheme.get("split", True)
@@ -263,7 +262,7 @@ def _split_at_spaces(backend: Tokenizer) -> None:
 
 
 def _wrapped(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer, marks: dict[str, bool]) -> TokenizersBackend:
-    """Wrap the backend in transformers' generic class (it reads tokenizer.json as written). marks: our own keys for
+    """Wrap a backend in transformers' generic class: it does not rebuild it. marks: this project's keys for
     tokenizer_config.json."""
     named = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     vocab = backend.get_vocab(with_added_tokens=True)
@@ -285,7 +284,7 @@ def _wrapped(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer, marks: dict
 
 
 def copy_of_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """Copy the backend without padding, truncation, and added first or last tokens."""
+    """Copy a tokenizer's backend, without padding, truncation, and the tokens that it adds before and after a text."""
     backend = copy.deepcopy(tokenizer.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
@@ -295,7 +294,7 @@ def copy_of_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def with_token(backend: Tokenizer, text: str) -> Tokenizer:
-    """Copy a backend, with a text as one special token."""
+    """Copy a backend, and add a text as a special token to the copy."""
     backend = copy.deepcopy(backend)
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
     return backend

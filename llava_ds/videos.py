@@ -1,4 +1,4 @@
-"""Selection of video frames. No pixels, no files."""
+"""Select the frames of videos, without reading pixels or files."""
 
 import math
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ import numpy as np
 from llava_ds.constants import DataError
 from llava_ds.tilings import Cut, Size
 
-LEAST_FRAMES = {2: 4}  # by Clip.factor, if the message part gives no number of frames. Source: qwen-vl-utils
+LEAST_FRAMES = {2: 4}  # minimum frames by Clip.factor, if the message gives none. Source: qwen-vl-utils
 
 
 class Footage(NamedTuple):
-    """Number of frames of a video, and frames per second."""
+    """The number of frames of a video, and its frames per second (rate)."""
 
     num_frames: int
     rate: float
@@ -21,11 +21,11 @@ class Footage(NamedTuple):
 
 @dataclass(frozen=True)
 class Clip:
-    """Settings of one video, from its part of a message. None: the run's.
+    """Settings of one video, from its part of a message. If a setting is None, the run's setting applies.
 
-    rate: frames per second, if they are given as images; fps: frames per second to choose; num_frames: total; least,
-    most: bounds of num_frames if it is None; start, end: seconds; factor: the number is a multiple of it; chooses:
-    False if the run's flags choose the frames.
+    rate: frames per second of a video given as images. fps: frames to use per second. num_frames: number of frames to
+    use. least, most: bounds of that number if num_frames is None. start, end: in seconds. factor: the number of frames
+    is a multiple of it. chooses: False if the run's flags choose the frames.
     """
 
     rate: float | None = None
@@ -39,8 +39,8 @@ class Clip:
     chooses: bool = False
 
     def span(self, footage: Footage) -> tuple[int, int]:
-        """Return the first and last frame between start and end. Raises DataError if fewer than two frames are in
-        between.
+        """Return the indices of the first and last frame between start and end. Raises DataError if these are fewer
+        than two frames.
 
         Source: qwen-vl-utils' calculate_video_frame_range.
         """
@@ -59,9 +59,9 @@ class Clip:
         return first, final
 
     def frames(self, footage: Footage, choice: "FrameChoice") -> list[int]:
-        """Return ascending indices of the frames to use from a video file. Raises DataError for an impossible number.
+        """Return ascending indices of the frames to use from a video file. Raises DataError if their number is invalid.
 
-        Source: qwen-vl-utils' smart_nframes, with the run's bounds instead of its own.
+        Source: qwen-vl-utils' smart_nframes, but with the run's bounds.
         """
         first, last = self.span(footage)
         total, factor = last - first + 1, self.factor
@@ -84,8 +84,8 @@ class Clip:
 
 
 class FrameChoice(NamedTuple):
-    """Which frames of a video to use: --video_fps, --frames_upbound (0: no bound) and --force_sample. clip: settings of
-    its part of a message."""
+    """Settings that choose a video's frames: --video_fps, --frames_upbound (0: no bound) and --force_sample. clip:
+    settings in the video's part of a message."""
 
     fps: int
     most: int
@@ -94,8 +94,8 @@ class FrameChoice(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """A video in a sequence. moments: groups of frames with separate features; seconds: time between moments; interval:
-    the same in positions of the language model; text: placeholder text, with image_token for features."""
+    """Timing and text of a video in a sequence. moments: number of groups of frames; seconds: time between two moments;
+    interval: distance of their position ids; text: placeholder text, with image_token for features."""
 
     moments: int
     seconds: float
@@ -105,28 +105,28 @@ class Timing(NamedTuple):
 
 
 class VideoRule(Protocol):
-    """Rule for an architecture's own videos. moment: frames that share tiles."""
+    """Rule for videos of an architecture. moment: number of frames that share tiles."""
 
     moment: int
 
     def cut(self, size: Size, num_frames: int) -> Cut:
-        """Compute the tiles of each frame of a video. Raises DataError for one that the model can't read."""
+        """Compute the tiles of each frame of a video. Raises DataError if the model can't read the video."""
 
     def timing(self, cut: Cut, indices: list[int], footage: Footage, span: int) -> Timing:
-        """Compute moments and text of a video's frames. indices: of the frames; span: number of frames of the video
-        from the first to the last usable one."""
+        """Return timing and text for the chosen frames. indices: their indices; span: number of frames in the video
+        between its start and end settings."""
 
 
 def even_frames(num_frames: int, most: int) -> list[int]:
-    """Indices of at most `most` frames (0: all), evenly spread from the first to the last. Source: LLaVA-NeXT."""
+    """Return indices of at most `most` frames (0: all), evenly spread over the video. Source: LLaVA-NeXT."""
     return _spread(num_frames, most) if 0 < most < num_frames else list(range(num_frames))
 
 
 def video_frames(num_frames: int, frame_rate: float, choice: FrameChoice) -> list[int]:
-    """Ascending indices of the frames to use from a video file: choice.fps per second, evenly spread if too many.
+    """Return ascending indices of the frames to use from a video file: choice.fps per second, or if these are more than
+    choice.most, that many frames evenly spread.
 
-    A forced choice always has the same number, with repetitions if the video has fewer. Source: LLaVA-NeXT's
-    process_video_with_decord.
+    If choice.forced, always choice.most frames, repeated if necessary. Source: LLaVA-NeXT's process_video_with_decord.
     """
     if choice.clip is not None and choice.clip.chooses:
         return choice.clip.frames(Footage(num_frames, frame_rate), choice)
@@ -136,14 +136,14 @@ def video_frames(num_frames: int, frame_rate: float, choice: FrameChoice) -> lis
 
 
 def used_frames(kind: Literal["frames", "video"], footage: Footage, choice: FrameChoice) -> list[int]:
-    """Ascending indices of the frames to use from a list of frames or a video file."""
+    """Return ascending indices of the frames to use from a list of frames or a video file."""
     if kind == "frames":
         return even_frames(footage.num_frames, choice.most)
     return video_frames(*footage, choice)
 
 
 def _rounded_spread(first: int, last: int, count: int) -> list[int]:
-    """Indices from first to last, evenly spread and rounded. Source: torch.linspace in single precision."""
+    """Return `count` indices from first to last, evenly spread and rounded like torch.linspace in single precision."""
     step = np.float32(last - first) / np.float32(max(1, count - 1))
     numbers = np.arange(count, dtype=np.float32)
     from_first, from_last = first + step * numbers, last - step * (count - 1 - numbers)

@@ -41,7 +41,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.extensions.doctor.checks import CHECKS, as_lines, examine
 from llava_ds.extensions.doctor.requirements import PROBLEM, WARNING, Requirements
 
-LIMIT_S = 600  # for a driver or a network disk that does not answer; the ranks have their own limit
+LIMIT_S = 600  # maximum time of all checks, because a driver or a network disk may hang
 
 
 def main(argv: list[str]) -> int:

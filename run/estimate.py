@@ -45,7 +45,7 @@ def parse(argv: list[str]) -> "tuple[argparse.Namespace, Arguments]":
 
 
 def add_flags(add: Callable[..., object]) -> None:
-    """Declare the flags that training does not have."""
+    """Add the flags of this script that training does not have."""
     add(
         "--model",
         metavar="SIZE",
@@ -149,7 +149,7 @@ def main(argv: list[str]) -> None:
         own.gpu_memory = gpu.memory
     gpu_memory = None if own.gpu_memory is None else own.gpu_memory * GB
     devices = Devices(own.num_gpus, own.gpus_per_node, memory=gpu_memory)
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints at import
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported
         run, resolved = read_run(own, args, devices)
     speed = read_speed(own, run, resolved, gpu, gpu_memory) if own.speed else None
     drawing = drawing_of(run, resolved.args)
@@ -169,7 +169,7 @@ def main(argv: list[str]) -> None:
 
 
 def auto_lines(args: "Arguments", run: Run, gpu_memory: float | None) -> list[str]:
-    """Return a line about what auto chooses, if a flag is auto."""
+    """Return a line about the values that auto chooses; [] if no flag is auto."""
     names = ("tokens_per_micro_batch", "gradient_checkpointing")
     flags = ", ".join(f"--{name}" for name in names if getattr(args.training, name) == "auto")
     if not flags or run.batch is None:
@@ -184,9 +184,9 @@ def auto_lines(args: "Arguments", run: Run, gpu_memory: float | None) -> list[st
 
 
 def read_run(own: argparse.Namespace, args: "Arguments", devices: Devices) -> tuple[Run, ResolvedConfig]:
-    """Return the run described by the flags, and its resolved flags and JSON.
+    """Return the run described by the flags, and its resolved flags and DeepSpeed JSON.
 
-    Without a DeepSpeed JSON, this repository's is used, by default in bf16.
+    Without --deepspeed_config, it uses this repository's zero3.json, by default in bf16.
     """
     raw = None
     if args.training.deepspeed_config != CHOOSE_DS_CONFIG:
@@ -210,13 +210,13 @@ def read_run(own: argparse.Namespace, args: "Arguments", devices: Devices) -> tu
         raise ConfigError(f"{name} needs the model's layers: name a size or folders")
     resolved = resolve(own, args, raw, shape, devices)
     longest = args.data.model_max_length
-    # Without data every sample may have the maximum length.
+    # The data are not read, so assume that every sample has the maximum length.
     share = resolved.args.training.per_device_train_batch_size * longest
     return planned_run(shape, resolved, Data(longest, own.supervised_fraction, share), devices), resolved
 
 
 def read_speed(own: argparse.Namespace, run: Run, resolved: ResolvedConfig, gpu: Gpu, gpu_memory: float) -> SpeedRun:
-    """Return the work of a step and the machine, as changed by the flags."""
+    """Return the work of a step and the machine's figures, for the speed estimate."""
     training, longest = resolved.args.training, resolved.args.data.model_max_length
     if own.mean_sample_tokens is not None and own.mean_sample_tokens > longest:
         raise ConfigError(
@@ -241,7 +241,7 @@ def read_speed(own: argparse.Namespace, run: Run, resolved: ResolvedConfig, gpu:
 def resolve(
     own: argparse.Namespace, args: "Arguments", raw: dict | None, shape: ModelShape, devices: Devices
 ) -> ResolvedConfig:
-    """Return the DeepSpeed JSON as training would resolve it on these GPUs. raw: unresolved, None to choose one."""
+    """Return the DeepSpeed JSON as training would resolve it on these GPUs. raw: the JSON, None to choose one."""
     if raw is None:
         raw, line = choose_ds_config(DS_CONFIGS, shape, args, devices)
         print(line, file=sys.stderr)

@@ -213,7 +213,7 @@ def main(argv: list[str]) -> None:
 
 
 def read(args: argparse.Namespace, ranks: Ranks) -> tuple[Given, list[Question]]:
-    """Read the questions, the same on all ranks. Also returns the flags that name them."""
+    """Return the flags that name the questions, and the questions, checked to be equal on all ranks."""
     with first_rank_first(ranks):
         data_path, image_folder = args.data_path, args.image_folder
         if data_path is None:
@@ -226,25 +226,25 @@ def read(args: argparse.Namespace, ranks: Ranks) -> tuple[Given, list[Question]]
 
 
 def open_model(args: argparse.Namespace, options: EngineOptions, ranks: Ranks) -> LoadedModel | Answering:
-    """Return the model that answers, or the object that compares or samples answers instead."""
+    """Return the model that answers, or the object that compares given answers or samples several."""
     if args.task != "preference" and args.best_of is None:
         loaded = load_for_inference(args.model_path, options, ranks)
         print_first(*loaded.notes)
         return loaded
-    # Importing DeepSpeed takes seconds.
+    # Imported here, because importing DeepSpeed takes seconds.
     from llava_ds.extensions.benchmarks.judging import BestOfN, Judge, Preferring
 
     if args.best_of is None:
         judge = Judge("--model_path", args.model_path, options, ranks)
         print_first(judge.describe())
         return Preferring(judge)
-    own = dataclasses.replace(options, chat_template_kwargs=None)  # its template has its own variables
+    own = dataclasses.replace(options, chat_template_kwargs=None)  # the variables are for the other model's template
     judge = Judge("--reward_model_name_or_path", args.reward_model_name_or_path, own, ranks, must_score=True)
     return BestOfN(args.model_path, judge, (args.best_of, args.max_new_tokens, args.seed), options, ranks)
 
 
 def drawn_by(args: argparse.Namespace) -> dict[str, object]:
-    """Return the settings that answers of --best_of depend on."""
+    """Return the settings that determine the answers of --best_of; {} without the flag."""
     if args.best_of is None:
         return {}
     judge = model_digest(args.reward_model_name_or_path, "--reward_model_name_or_path")
@@ -260,7 +260,7 @@ def answers_to(
     args: argparse.Namespace,
     ranks: Ranks,
 ) -> list[Answer]:
-    """Return the answer to each question, on every rank. Answers stored by earlier attempts are reused."""
+    """Return the answer to each question, on every rank. Reuses answers that earlier attempts stored."""
     known = answered(store, column, len(questions), ranks)
     if known:
         print_first(f"{column}: {len(known):,} of {len(questions):,} questions are answered already")
@@ -282,9 +282,9 @@ def answers_to(
 def show(
     scored: dict[str, Scored], rows: list[dict], data_path: str, store: Store | None, args: argparse.Namespace
 ) -> None:
-    """Print the scores, write them to the store if it exists, and update the report of a run in its folder.
+    """Print the scores, write them to the store if there is one, and update the report of a run in the same folder.
 
-    rows: answers to the unchanged questions.
+    rows: answers to the questions with their images.
     """
     scores = as_json(scored, args.resamples, args.seed)
     if store is not None:
@@ -318,7 +318,7 @@ def into_card(scores: dict[str, object], data_path: str, args: argparse.Namespac
 
 
 def start(options: EngineOptions) -> Ranks:
-    """Return this process's rank. A single process with transformers' engine needs no DeepSpeed and no port."""
+    """Return this process's rank. A single process with --engine hf starts without DeepSpeed and without a port."""
     variables = {**os.environ, **rank_variables(os.environ)[0]}
     if int(variables["WORLD_SIZE"]) > 1 or options.engine == "deepspeed":
         return init_ranks()

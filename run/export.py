@@ -182,7 +182,7 @@ def main(argv: list[str]) -> None:
 
 
 def _check_is_not_read(output_dir: Path, source: Path, export: ExportPlan) -> None:
-    """Refuse to replace a model that the new one is read from: it may be the only copy."""
+    """Raise ConfigError if the export would overwrite a model that it reads: it may be the only copy."""
     given = vars(export.model.sources)
     sources = [*(part for name, part in given.items() if name != "own"), *given["own"].values()]
     parts = [each for part in sources if part is not None for each in (part, part.beside) if each is not None]

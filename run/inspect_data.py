@@ -40,7 +40,7 @@ def parse(argv: list[str]) -> "tuple[argparse.Namespace, Arguments]":
 
 
 def _cannot_be_written(name: str, path: str | None) -> str | None:
-    """Return the reason why the file of a flag can't be created, or None. Called before the work."""
+    """Return why a flag's file can't be created, or None. Called before the data are encoded."""
     if path is None:
         return None
     folder = Path(path).parent
@@ -115,10 +115,10 @@ def _write_rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase, pat
 
 
 def _model(args: "Arguments") -> "tuple[Arguments, PreTrainedTokenizerBase, TowerPlan]":
-    """Return the flags with the model's own settings, its tokenizer and its tower.
+    """Return the flags completed by the model's settings, its tokenizer and its tower.
 
-    A folder with only a tokenizer is enough: images are then prepared as for the tiny model. Prints the reason if
-    training would refuse the model or its length. Raises ConfigError if nothing can be shown without the model.
+    The folder may have only a tokenizer; images are then prepared as for the tiny model. Prints why training would
+    refuse the model or --model_max_length. Raises ConfigError if the samples can't be shown without the model.
     """
     folder = Path(args.model.model_name_or_path)
     tower, tokenizer = None, None
@@ -154,7 +154,7 @@ def _model(args: "Arguments") -> "tuple[Arguments, PreTrainedTokenizerBase, Towe
 
 
 def _is_ready(folder: Path) -> bool:
-    """Return True for a ready model: no other template and tower can prepare its conversations and images."""
+    """Return True for a ready model, whose conversations and images only its own template and tower can prepare."""
     kind = read_json_if_there(folder / "config.json", f"--model_name_or_path {folder}").get("model_type")
     return folder_part(kind) is not None
 
@@ -165,7 +165,7 @@ def _add_tokens(tokenizer: PreTrainedTokenizerBase, args: ModelArguments) -> Non
 
 
 def rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, object]]:
-    """Yield an object per record, in the files' order: its ids, labels and sizes, or the reason why it is skipped."""
+    """Yield an object per record, in the files' order: its ids, labels and image sizes, or why it is rejected."""
     for i in progress_bar(iterable=range(dataset.num_records), desc="writing", unit="record"):
         row = dataset.row(i)
         if row["reason"] is not None:

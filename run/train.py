@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     """Train, and return the exit code: 0, or EXIT_STOPPED or EXIT_NOT_RESUMABLE if the run was asked to stop."""
     with (
         OutputLock() as lock,
-        Watchdog() as watchdog,  # it and Stopping report this rank's end to the other ranks
+        Watchdog() as watchdog,  # like Stopping, it reports this rank's end to the other ranks
         Stopping(on_leaving=watchdog.leaving) as stop,
     ):
         lock.set_ending_check(lambda: stop.is_requested)
@@ -38,8 +38,8 @@ def main(argv: list[str]) -> int:
 
 def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -> int:
     """Run all phases, from flags to the exported model."""
-    started = start(argv, lock, watchdog)  # flags and ranks, the same everywhere
-    # Model, data, DeepSpeed JSON, checkpoint: all read and checked, nothing built.
+    started = start(argv, lock, watchdog)  # read flags, and start the ranks
+    # Read and check model, data, DeepSpeed JSON and checkpoint, but build nothing.
     plan = make_plan(started).completed(started.ranks)
     if plan.args.training.dry_run:
         return choice("dry_run", True)(plan, started.ranks)
@@ -52,7 +52,7 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     hooks = make_hooks(session)  # actions between steps
     with frozen_gc():
         train(session, hooks)
-    return finish(session, hooks)  # the export, or the requested end
+    return finish(session, hooks)  # export the model, or stop on request
 
 
 def train_and_leave_group(argv: list[str]) -> int:

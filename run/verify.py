@@ -34,7 +34,7 @@ from llava_ds.runtime.ranks import print_first
 
 
 def main(argv: list[str]) -> int:
-    """Verify all; return the exit code: 0 if all are complete, else 1."""
+    """Verify all given checkpoints. Returns the exit code: 0 if all are complete, else 1."""
     paths = [each for given in parse(argv).paths for each in _checkpoints(Path(given))]
     whole = True
     for path in paths:

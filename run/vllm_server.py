@@ -27,7 +27,7 @@ class Answers:
         self.llm, self.lock = LLM(model=model, **{**own, **options}), threading.Lock()
 
     def load(self, request: dict) -> dict:
-        """Handle {"folder"}: use the weights of a folder from now on; returns {}."""
+        """Handle {"folder"}: load the weights in a folder. Returns {}."""
         with self.lock:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_path": request["folder"]})
             self.llm.reset_prefix_cache()
@@ -55,7 +55,7 @@ class Answers:
 
 
 def answer_of(output) -> dict:
-    """Return a CompletionOutput of vLLM as plain numbers."""
+    """Convert vLLM's CompletionOutput to a dict that JSON can represent."""
     ids = list(output.token_ids)
     log_probs = [of_token[i].logprob for of_token, i in zip(output.logprobs, ids)]
     return {"ids": ids, "log_probs": log_probs, "ended": output.finish_reason == "stop"}
@@ -77,13 +77,13 @@ def handler_of(answers: Answers) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(text.encode())
 
         def log_message(self, *_) -> None:
-            """Don't log requests."""
+            """Do nothing, to not log requests."""
 
     return Handler
 
 
 def main() -> None:
-    """Start the engine, then listen."""
+    """Start the engine, then serve requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder")
     parser.add_argument("--port", type=int, default=8765)

@@ -1,4 +1,4 @@
-"""Hashes of a run's initial weights: frozen parameters are not in checkpoints, so a resumed run reads them again."""
+"""Hash a run's initial weights: a resumed run reads frozen parameters from these files, not from its checkpoint."""
 
 import json
 import os
@@ -29,15 +29,15 @@ class _Known(FileState):
 def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) -> Hashes:
     """Hash every weight file in the folders named by flags, on rank 0.
 
-    A file whose path, stamp and sampled blocks are unchanged is not read again: output_dir stores its hash, except in a
-    dry run. Returns {} if the hashes are needed neither now nor later. Raises ConfigError if the checkpoint to resume
-    from (None: a fresh start) belongs to a run with other initial weights.
+    Hashes are stored in output_dir, except in a dry run, and reused for a file whose path, stamp and sampled blocks are
+    unchanged. Returns {} if no checkpoint is resumed or saved. checkpoint: the checkpoint to resume from, None for a
+    fresh start. Raises ConfigError if it belongs to a run with other initial weights.
     """
     if checkpoint is None and (args.training.dry_run or args.training.save_strategy == "no"):
         return {}
     folders = {name: getattr(args.model, name) for name in ("model_name_or_path", "model_base")}
     towers = tower_folders(args.model.vision_tower)
-    # Both towers' files have the same names.
+    # Separate keys, because files of the two towers may have the same names.
     folders |= dict(zip(("vision_tower", "vision_tower (the second)"), towers))
     files = {name: _files(Path(folder)) for name, folder in folders.items() if folder is not None}
     for name, folder in args.own_models.items():
@@ -65,7 +65,7 @@ def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) ->
 
 
 def _read_hashes(note: Path) -> dict[str, _Known]:
-    """Read the hashes of an earlier start; empty if the file is missing, truncated by a kill, or not a regular file."""
+    """Read the hashes that an earlier start stored; {} if their file is missing, damaged or not a regular file."""
     try:
         return read_json(note, dict[str, _Known])
     except (FileNotFoundError, DataError):

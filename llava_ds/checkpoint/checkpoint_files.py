@@ -1,6 +1,6 @@
-"""DeepSpeed's files in a checkpoint, read without running code in them.
+"""Read DeepSpeed's files in a checkpoint without running pickled code.
 
-Tensors are mapped into memory, and read from the disk when accessed.
+The files are mapped into memory, so tensors are read from the disk only when they are accessed.
 """
 
 import math
@@ -37,15 +37,15 @@ class SavedWeight(NamedTuple):
 
 
 def read_states(file: Path) -> dict:
-    """Read a file of torch.save. Raises DataError for a file that can't be read, or contains code."""
+    """Read a file written by torch.save. Raises DataError if it can't be read or contains code."""
     return safe_load.load(file, mmap=True)
 
 
 def model_states(engine_dir: Path, mp_rank: int = 0) -> dict:
-    """Read the states shared by all ranks with one part of the model.
+    """Read the states that all ranks with the same part of the model share.
 
-    These are counters, the schedule, and at ZeRO stages 0 to 2 the trained weights. mp_rank: DeepSpeed's index of the
-    part: Mesh.tp_rank under tensor parallelism, pp_rank under pipeline parallelism.
+    These are counters, the schedule and, at ZeRO stages 0 to 2, the trained weights. mp_rank: DeepSpeed's index of the
+    part, equal to Mesh.tp_rank under tensor parallelism and to pp_rank under pipeline parallelism.
     Raises DataError if the file is missing or can't be read.
     """
     names = (f"mp_rank_{mp_rank:02}_model_states.pt", f"zero_pp_rank_0_mp_rank_{mp_rank:02}_model_states.pt")
@@ -68,9 +68,9 @@ def optimizer_states(engine_dir: Path, dp_rank: int, mp_rank: int = 0) -> dict:
 
 
 def rank_states(layout: Layout, engine_dir: Path, rank: int, world_size: int) -> dict:
-    """Read the file with a rank's master weights: its own, or the common one if they are replicated.
+    """Read the file with a rank's master weights: the rank's own file, or the shared one if they are replicated.
 
-    Layers with files of their own are added.
+    Parameters in separate files (see _own_files) are added.
     """
     dp_rank, mp_rank = _place(layout, rank, world_size)
     if layout.kind not in REPLICATED:
@@ -83,7 +83,7 @@ def rank_states(layout: Layout, engine_dir: Path, rank: int, world_size: int) ->
 
 
 def _place(layout: Layout, rank: int, world_size: int) -> tuple[int, int]:
-    """Return a rank's index among ranks with the same part of the model, and the part's index (if tp or pp is 1)."""
+    """Return a rank's index among the ranks with the same part of the model, and the index of this part."""
     if layout.pp > 1:
         mp_rank, dp_rank = divmod(rank, world_size // layout.pp)
         return dp_rank, mp_rank
@@ -91,7 +91,7 @@ def _place(layout: Layout, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def saved_masters(layout: Layout, states: dict) -> list[torch.Tensor]:
-    """List the saved tensors in the order of pieces.masters. states: from rank_states."""
+    """List the saved master weights in the order of pieces.masters. states: rank_states() of the rank."""
     if layout.kind == PLAIN:
         return [states["module"][slot[0].name] for slot in layout.slots]
     held = (states["optimizer"] if layout.kind in REPLICATED else states)[WRAPPERS[layout.kind].saved]
@@ -99,13 +99,13 @@ def saved_masters(layout: Layout, states: dict) -> list[torch.Tensor]:
 
 
 def saved_optimizer(layout: Layout, states: dict) -> dict:
-    """Return the state_dict of the user's optimizer; its "state" is numbered in the order of saved_masters."""
+    """Return the state_dict of the user's optimizer. The keys of its "state" are indices into saved_masters."""
     held = states["optimizer"] if layout.kind in REPLICATED else states
     return held if layout.kind == PLAIN else held[WRAPPERS[layout.kind].saved_optimizer]
 
 
 def saved_layouts(checkpoint: Path, world_size: int) -> Iterator[tuple[int, Layout]]:
-    """Yield (rank, layout) for each rank whose files don't only repeat earlier ranks' data."""
+    """Yield (rank, layout) for each rank whose files contain data that no earlier rank has."""
     first = read_layout(checkpoint, 0)
     for rank in range(world_size):
         if first.kind not in REPLICATED or _place(first, rank, world_size)[0] < first.ep:
@@ -113,9 +113,9 @@ def saved_layouts(checkpoint: Path, world_size: int) -> Iterator[tuple[int, Layo
 
 
 def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[SavedPiece]:
-    """Yield every saved piece that overlaps this rank's elements. live: this rank's layout.
+    """Yield every saved piece that overlaps a piece of this rank. live: this rank's layout.
 
-    A piece saved by several ranks is yielded once, from the first.
+    A piece that several ranks saved is yielded once, from the first rank's file.
     Raises DataError for files that can't be read, or that don't match their layout.
     """
     own: dict[str, list[Piece]] = {}
@@ -124,7 +124,7 @@ def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[Sa
             own.setdefault(piece.name, []).append(piece)
     before: set[str] = set()  # saved in full by earlier ranks
     for rank, layout in saved_layouts(checkpoint, world_size):
-        is_first = rank % layout.tp == 0  # first rank that has slices, and copies of everything else
+        is_first = rank % layout.tp == 0  # the tp ranks' slices differ; all else is equal on them
         wanted = [
             [
                 p
@@ -136,7 +136,7 @@ def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[Sa
         if layout.kind in REPLICATED:
             before |= layout.names
         if not any(wanted):
-            continue  # its file is not opened
+            continue  # don't open the rank's file
         states = rank_states(layout, checkpoint / ENGINE, rank, world_size)
         held, moments = saved_masters(layout, states), states_by_tensor(layout, saved_optimizer(layout, states))
         if len(held) != len(layout.slots):
@@ -147,9 +147,9 @@ def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[Sa
 
 
 def states_by_tensor(layout: Layout, optimizer: dict) -> dict[int, dict[str, object]]:
-    """Return the states of each tensor, with its step count.
+    """Return each tensor's optimizer states, including its step count, by index of the tensor.
 
-    DeepSpeed 0.19.8's fused kernels store the count only with the last tensor of a group.
+    DeepSpeed 0.19.8's fused optimizers store the step count only with the last tensor of a group.
     """
     state = optimizer["state"]
     if layout.optimizer not in COUNT_IN_LAST:
@@ -163,9 +163,9 @@ def states_by_tensor(layout: Layout, optimizer: dict) -> dict[int, dict[str, obj
 
 
 def trained_weights(engine_dir: Path) -> tuple[list[SavedWeight], torch.dtype]:
-    """List the trained parameters in a checkpoint (any ZeRO stage), and return the training precision.
+    """Return the trained parameters in a checkpoint of any ZeRO stage, and the training precision.
 
-    A tied parameter is listed once. Raises DataError for files that are missing or can't be read.
+    A tied parameter is listed once. Raises DataError if files are missing or can't be read.
     """
     checkpoint = engine_dir.parent
     tp = pp = 1
@@ -213,18 +213,18 @@ def _trained_by(engine_dir: Path, mp_rank: int) -> tuple[list[SavedWeight], torc
 
 
 def _own_files(engine_dir: Path) -> dict[str, torch.Tensor]:
-    """Return the parameters in separate files, including frozen ones, by their names in the complete model.
+    """Return the parameters that are stored in separate files, by name in the complete model.
 
-    Separate files have the parameters that differ between ranks.
+    DeepSpeed writes separate files for layers whose parameters differ between ranks, including frozen parameters.
     """
     files = sorted(engine_dir.glob("layer_*_model_states.pt"))
     return {name: tensor for file in files for name, tensor in read_states(file).items()}
 
 
 def _partitioned_weights(engine_dir: Path, common: dict, dtype: torch.dtype, mp_rank: int) -> list[SavedWeight]:
-    """Return stage 3's weights: each rank's fp32 groups hold an equal part of every parameter, one after the other.
+    """Return the trained weights of a checkpoint of stage 3, with or without layouts.
 
-    Checkpoints without layouts are read as well.
+    Each rank's flat fp32 groups hold an equal part of every parameter, in the order of param_shapes.
     """
     num_ranks = common["dp_world_size"]
     files = sorted(engine_dir.glob(f"*_mp_rank_{mp_rank:02}_optim_states.pt"), key=_rank)
@@ -249,7 +249,7 @@ def _partitioned_weights(engine_dir: Path, common: dict, dtype: torch.dtype, mp_
 
 
 def _spans(groups: list[torch.Tensor], offset: int, length: int) -> Iterator[torch.Tensor]:
-    """Yield the parts of flat groups, laid end to end, from an offset on."""
+    """Yield views that together are `length` elements from `offset` of the concatenated flat groups."""
     for group in groups:
         part = group[offset : offset + length]
         yield part

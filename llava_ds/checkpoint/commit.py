@@ -1,8 +1,8 @@
-"""Commit a checkpoint: it exists when its folder has a manifest and every file matches the manifest.
+"""Commit a checkpoint. A checkpoint is complete if its folder has a manifest and every file matches the manifest.
 
-All ranks write to a temporary folder; each flushes and hashes its own files. When all files are on the disk, rank 0
-writes the manifest and renames the folder. Whatever kills a rank at any moment, the newest complete checkpoint is the
-previous one or the new one. Nothing is deleted before a newer one is complete.
+All ranks write to a temporary folder, and each rank flushes and hashes its own files. When all files are on the disk,
+rank 0 writes the manifest and renames the folder. A complete checkpoint is deleted only after a newer one is complete,
+so a rank that is killed at any moment leaves the previous or the new checkpoint complete.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ _UNFINISHED, _REPLACED, _DELETED = ".tmp", ".replaced", ".deleted"
 
 
 class SaveFailed(Exception):
-    """No checkpoint was made, on any rank. The text names the ranks, the files and the remedy."""
+    """Raised on all ranks if a checkpoint could not be saved. The message names ranks and files."""
 
 
 def begin(output_dir: Path, step: int, ranks: Ranks) -> Path:
-    """Create an empty temporary folder for the checkpoint of a step. Raises SaveFailed on all ranks.
+    """Create an empty temporary folder for the checkpoint of a step. Raises SaveFailed on all ranks if it can't.
 
-    Removes folders of unfinished saves, because their space may be needed.
+    Removes the folders of unfinished saves to free their disk space.
     """
     scratch = output_dir / f"checkpoint-{step}{_UNFINISHED}"
 
@@ -49,8 +49,8 @@ def begin(output_dir: Path, step: int, ranks: Ranks) -> Path:
 def commit(scratch: Path, written: dict[str, Entry], problem: str | None, ranks: Ranks) -> Path:
     """Turn the folder into a checkpoint, after every rank has written its part. Collective.
 
-    written: this rank's files, as paths relative to the folder; problem: the reason why some are missing. Returns the
-    final path. If a rank has a problem, removes the folder and raises SaveFailed on every rank.
+    written: this rank's files by path relative to the folder; problem: the reason why some are missing, or None.
+    Returns the final path. If a rank has a problem, the folder is removed and all ranks raise SaveFailed.
     """
     final = scratch.with_suffix("")
     try:
@@ -66,9 +66,9 @@ def commit(scratch: Path, written: dict[str, Entry], problem: str | None, ranks:
 
 
 def keep_newest(output_dir: Path, limit: int | None, best: Path | None = None) -> None:
-    """Keep only the newest checkpoints, on rank 0; None keeps all.
+    """Delete all but the newest `limit` checkpoints (None: delete none). Only rank 0 calls it.
 
-    best: a checkpoint to keep in exchange for the oldest kept one; the newest one is always kept.
+    best: a checkpoint to keep instead of the oldest of these. The newest checkpoint is always kept.
     """
     found = checkpoints(output_dir)
     if limit is None:
@@ -82,7 +82,7 @@ def keep_newest(output_dir: Path, limit: int | None, best: Path | None = None) -
 
 
 def step_in_name(checkpoint: Path) -> int | None:
-    """Return the step in a folder's name, links resolved; None for other names."""
+    """Return the step in a checkpoint folder's name, after resolving links; None for other names."""
     named = _NAME.fullmatch(checkpoint.resolve().name)
     return None if named is None else int(named[1])
 
@@ -99,20 +99,20 @@ def step_of(checkpoint: Path) -> int:
 
 
 def recover(output_dir: Path) -> None:
-    """Restore a checkpoint that a newer save of the same step had moved away before it was killed."""
+    """Restore a checkpoint that a second save of the same step renamed before it was killed."""
     for path in _leftovers(output_dir, _REPLACED):
         if not (final := path.with_suffix("")).exists():
             path.rename(final)
 
 
 def _leftovers(output_dir: Path, suffix: str) -> list[Path]:
-    """List the leftover folders of killed saves."""
+    """List the checkpoint folders with this suffix that killed saves left behind."""
     return [path for path in output_dir.glob(f"checkpoint-*{suffix}") if _NAME.fullmatch(path.stem)]
 
 
 def _publish(scratch: Path, final: Path, files: dict[str, Entry]) -> None:
     """Write the manifest and rename the folder, on rank 0."""
-    for path in sorted(scratch.rglob("*")):  # DeepSpeed copied files there
+    for path in sorted(scratch.rglob("*")):  # files that DeepSpeed copied
         name = path.relative_to(scratch).as_posix()
         if path.is_file() and name not in files:
             files[name] = flush_and_hash(path)
@@ -127,19 +127,19 @@ def _publish(scratch: Path, final: Path, files: dict[str, Entry]) -> None:
         flush(folder)
     replaced = final.with_suffix(_REPLACED)
     if final.exists():
-        final.rename(replaced)  # if a kill follows, recover() brings it back
+        final.rename(replaced)  # recover() undoes this after a kill
     scratch.rename(final)
     flush(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)  # the next save removes the rest
+    shutil.rmtree(replaced, ignore_errors=True)  # the next save retries after an error
 
 
 def digest(step: int, files: dict[str, Entry]) -> str:
-    """Hash the entries of a manifest."""
+    """Return the SHA-256 of a manifest's step and files."""
     return hashlib.sha256(json.dumps([step, files], sort_keys=True).encode()).hexdigest()
 
 
 def _delete(path: Path) -> None:
-    """Remove a checkpoint: after the rename it no longer counts as one."""
+    """Delete a checkpoint. It is renamed first, so that a partly deleted folder does not count as a checkpoint."""
     try:
         away = path.with_suffix(_DELETED)
         path.rename(away)
@@ -149,7 +149,7 @@ def _delete(path: Path) -> None:
 
 
 def _act_on_first(scratch: Path, act: Callable[[], None], ranks: Ranks) -> None:
-    """Let rank 0 act on files, and raise its error on every rank."""
+    """Call `act` on rank 0. Raises SaveFailed on every rank if it raises OSError."""
     problem = None
     if ranks.is_first:
         try:
@@ -166,7 +166,7 @@ def _relative(path: str | None, scratch: Path) -> str:
 
 
 def _gather_values(problem: str | None, ranks: Ranks, value: object = None) -> list:
-    """Gather every rank's value. Raises SaveFailed on all ranks if one of them has a problem."""
+    """Return the values of all ranks. Raises SaveFailed on all ranks if one of them has a problem."""
     found = gather((socket.gethostname(), problem, value), ranks)
     met = [f"rank {rank} on {host}: {text}" for rank, (host, text, _) in enumerate(found) if text is not None]
     if met:

@@ -1,4 +1,4 @@
-"""Compare a run with the checkpoint that it would resume: the differences, and whether they change the result."""
+"""Compare a run's settings with those of the checkpoint to resume, and find differences that change the result."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from llava_ds.constants import ConfigError, did_you_mean
 from llava_ds.engine.ds_config.optimizer import BITSANDBYTES, SHARDED, optimizer_name
 from llava_ds.engine.shards.pieces import has_layout
 
-# Orders of LLaVA-NeXT's sampler, and the layout flag that decides which samples their steps take.
+# Sample orders of LLaVA-NeXT, and for each the layout flag that affects which samples a step contains.
 ORDERED_BY_LAYOUT = {
     "group_by_length": "per_device_train_batch_size",
     "group_by_modality_length_auto": "per_device_train_batch_size",
@@ -20,20 +20,20 @@ ORDERED_BY_LAYOUT = {
 
 
 class Comparison:
-    """Compare the identity of a run with that in a checkpoint, read from JSON."""
+    """Compares a run's identity with a checkpoint's. saved: the checkpoint's identity, read from JSON."""
 
     def __init__(self, run: RunIdentity, saved: dict) -> None:
         self._run, self._saved = run, saved
         declared = declared_in(run.flags.keys() | saved["flags"].keys())
-        # Flags that only decide on which rank and in which micro-batch a sample is computed.
+        # Flags that only affect on which rank and in which micro-batch a sample is computed.
         self._layout_flags = {name: flag for name, flag in declared.items() if flag.resume in ("layout", "placement")}
-        # Layout flags that decide which samples go into a step.
+        # Layout flags that affect which samples a step contains.
         self._ordering_flags = {flag for order, flag in ORDERED_BY_LAYOUT.items() if run.flags[order]}
 
     def differences(self) -> dict[str, str]:
-        """Return a line for each difference that leads to another model, keyed by its name in --allow_changed_flags."""
-        # A flag that one identity lacks counts as its default there: an extension was not loaded, or an earlier version
-        # did not have the flag.
+        """Return a line for each difference that changes the trained model, by its name in --allow_changed_flags."""
+        # If an identity lacks a flag, use the flag's default: the extension was not loaded, or an earlier version did
+        # not have the flag.
         run, saved, flags = self._run, self._saved, every_flag()
         absent = saved["flags"].keys() - run.flags.keys()
         left_out = [
@@ -58,7 +58,7 @@ class Comparison:
         }
 
     def reshaped(self) -> list[str]:
-        """Return the differences that only change rounding, a line each."""
+        """Return a line for each difference that only changes rounding."""
         run, saved, changes = self._run, self._saved, self._layout_changes().items()
         lines = [line for name, line in changes if name not in self._ordering_flags and not self._decides(name)]
         if saved["zero_stage"] != run.zero_stage:
@@ -102,7 +102,7 @@ class Comparison:
 
     @property
     def _depend_on_layout(self) -> list[str]:
-        """List the given flags that make the loss, or the samples of a step, depend on ranks and micro-batches."""
+        """List the flags of this run that make the loss, or a step's samples, depend on ranks and micro-batches."""
         flags = self._run.flags
         depend = {
             "--loss_reduction micro_batch": flags["loss_reduction"] == "micro_batch",
@@ -113,7 +113,7 @@ class Comparison:
         return [flag for flag, is_given in depend.items() if is_given]
 
     def _decides(self, name: str) -> bool:
-        """Return True if a change of layout leads to another model; ranks that share samples compute the same loss."""
+        """Return True if a change of a layout flag changes the trained model."""
         same_ranks = name == "world_size" and data_ranks(self._saved) == data_ranks(vars(self._run))
         flag: Flag | None = self._layout_flags.get(name)
         same_samples = same_ranks or (flag is not None and (flag.shares_samples or flag.resume == "placement"))
@@ -133,16 +133,16 @@ class Comparison:
 
 
 def data_ranks(identity: dict) -> int:
-    """Return how many of an identity's ranks read different samples."""
+    """Return the number of data-parallel ranks in an identity. Ranks that share samples count as one."""
     flags = identity["flags"]
     shared = (flags.get(name, 1) for name, flag in declared_in(flags).items() if flag.shares_samples)
     return identity["world_size"] // math.prod(shared)
 
 
 def _optimizer_of(identity: dict) -> dict | None:
-    """Return an identity's optimizer block; None for AdamW with the flags' numbers.
+    """Return the optimizer block of an identity, or None for AdamW with the values of the flags.
 
-    None covers both torch's AdamW and DeepSpeed's for states in CPU memory.
+    None means torch's AdamW or DeepSpeed's AdamW for states in CPU memory.
     """
     block, flags = identity.get("deepspeed", {}).get("optimizer"), identity["flags"]
     if block is None or optimizer_name(block) not in ("Adam", "AdamW"):
@@ -172,7 +172,7 @@ def refuse_uneven(total: int, world_size: int) -> None:
 
 
 def batch_size_hint(total: int, world_size: int) -> str:
-    """Return the flags that keep this number of samples per step."""
+    """Return a hint that names the flags with which a step keeps this number of samples."""
     share, rest = divmod(total, world_size)
     if rest or not share:
         return f"{world_size} ranks can't share the {total} samples of a step evenly: start another number of ranks"
@@ -185,9 +185,9 @@ def batch_size_hint(total: int, world_size: int) -> str:
 
 
 def permitted_changes(allowed: str, run: RunIdentity) -> set[str]:
-    """Parse --allow_changed_flags. Raises ConfigError for a name that is not compared.
+    """Parse --allow_changed_flags. Raises ConfigError for names that are not compared on a resume.
 
-    Flags of any extension are accepted, because an earlier start may have used it.
+    Flags of every extension are accepted, because an earlier start may have used the extension.
     """
     flags = every_flag()
     free = flags_free_on_resume(flags)

@@ -1,9 +1,9 @@
-"""Load a checkpoint with another number of ranks or ZeRO stage into a live engine.
+"""Load a checkpoint of another number of ranks or ZeRO stage into a live engine.
 
-DeepSpeed's universal checkpoint writes the complete model again, does not convert between stage 3 and the others, and
-in 0.19.8 gives every parameter group the first one's rate and decay at stage 3. Here every rank maps the old files into
-memory and copies the elements that it holds, by parameter and position: fp32 weights and moments are exact, no rank
-holds more than its share, and only the finished bf16 weights are sent between ranks.
+DeepSpeed's universal checkpoint writes the complete model again, can't convert between stage 3 and other stages, and at
+stage 3 gives every parameter group the first group's rate and decay (0.19.8). Here every rank maps the old files into
+memory and copies only its own elements, found by parameter and position. fp32 weights and moments stay exact, no rank
+needs memory for more than its share, and ranks exchange only the final bf16 weights.
 """
 
 import math
@@ -26,7 +26,7 @@ from llava_ds.engine.placement import placement_of
 from llava_ds.engine.shards.checkpoint_writer import ENGINE
 from llava_ds.engine.shards.pieces import REPLICATED, UNFUSED, ZERO_3, Layout, Piece, layout_of, masters, read_layout
 
-# Optimizers whose update of a weight depends on more than this weight's own gradients and states.
+# Optimizers that can't be re-sharded, because a weight's update depends on other weights of its shard or matrix.
 WHOLE = {
     "Lamb": "Lamb's updates depend on norms over a rank's shard",
     "FusedLamb": "Lamb's updates depend on norms over a rank's shard",
@@ -40,16 +40,16 @@ FAMILIES = {
     **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"), "Adam"),
     **dict.fromkeys(("FusedLion", "DeepSpeedCPULion"), "Lion"),
 }
-# Keys of a parameter group that depend on the optimizer's implementation. The resumed run keeps its own values.
+# Keys of a parameter group that depend on the optimizer's implementation, so they are not restored.
 OWN_KEYS = {"params", "name", "fused", "foreach", "capturable", "differentiable"}
 SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def load_resharded(engine, checkpoint: Path, world_size: int, *, schedule: bool) -> None:
-    """Restore an engine from a checkpoint of world_size ranks, whatever its ZeRO stage. Collective.
+    """Restore an engine from a checkpoint of any ZeRO stage that world_size ranks wrote. Collective.
 
-    Sets trained weights, optimizer states, counters, fp16's loss scale, and, if `schedule` is True, the schedule.
-    Raises ConfigError if the optimizer's states can't be re-sharded, or the trained parameters differ; DataError for
+    Sets trained weights, optimizer states, counters, fp16's loss scale and, if `schedule` is True, the schedule.
+    Raises ConfigError if the optimizer's states can't be re-sharded or the trained parameters differ, and DataError for
     files that don't match their layout.
     """
     live, saved = layout_of(engine), read_layout(checkpoint, 0)
@@ -58,7 +58,7 @@ def load_resharded(engine, checkpoint: Path, world_size: int, *, schedule: bool)
     _check_trained(engine, {name for _, each in saved_layouts(checkpoint, world_size) for name in each.names})
     first = rank_states(saved, checkpoint / ENGINE, 0, world_size)
     if live.kind == ZERO_3:
-        engine.optimizer.checkpoint_event_prologue()  # partitions gathered parameters again
+        engine.optimizer.checkpoint_event_prologue()  # re-partitions gathered parameters
     fill(engine.basic_optimizer, masters(engine), live, saved_pieces(checkpoint, world_size, live))
     for group, before in _matching_groups(engine, checkpoint, world_size, saved, live):
         group.update({key: before[key] for key in before.keys() & group.keys() - OWN_KEYS})
@@ -67,7 +67,7 @@ def load_resharded(engine, checkpoint: Path, world_size: int, *, schedule: bool)
         engine.optimizer.checkpoint_event_epilogue()
     if schedule and live.pp == saved.pp == 1:
         engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
-    elif schedule:  # the saved schedule has one rate per group of its stage
+    elif schedule:  # the saved state lists the rates of one pipeline stage's groups, so it can't be loaded here
         _step_schedule(engine, common["lr_scheduler"])
     for name in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, name, common[name])
@@ -76,10 +76,10 @@ def load_resharded(engine, checkpoint: Path, world_size: int, *, schedule: bool)
 
 
 def renew_rates(engine, groups: list[dict], checkpoint: Path) -> None:
-    """Restore the rates, decay and other settings that the engine was created with, instead of its checkpoint's.
+    """Undo the checkpoint's effect on rates, decay and other settings: restore those the engine was created with.
 
-    The schedule, not yet stepped, is stepped to the checkpoint's position. groups: the optimizer's groups before the
-    checkpoint was loaded.
+    The schedule must be at its start, and is stepped to the checkpoint's position. groups: the optimizer's groups
+    before the checkpoint was loaded.
     """
     for group, before in zip(engine.basic_optimizer.param_groups, groups):
         group.update({key: value for key, value in before.items() if key != "params"})
@@ -89,9 +89,9 @@ def renew_rates(engine, groups: list[dict], checkpoint: Path) -> None:
 def _matching_groups(
     engine, checkpoint: Path, world_size: int, saved: Layout, live: Layout
 ) -> Iterator[tuple[dict, dict]]:
-    """Yield each group of an engine's optimizer with the checkpoint's group.
+    """Yield each parameter group of the engine's optimizer with the corresponding group of the checkpoint.
 
-    Pipeline stages have groups of their own layers only: they are matched by name.
+    Groups of pipeline stages are matched by name, because a stage has groups for its own layers only.
     """
     groups, held = engine.basic_optimizer.param_groups, []
     for first in range(0, world_size, world_size // saved.pp):
@@ -106,11 +106,11 @@ def _matching_groups(
 
 
 def _step_schedule(engine, done: dict) -> None:
-    """Step the schedule, not yet stepped, to a checkpoint's position. done: the saved state."""
+    """Step the schedule from its start to a checkpoint's position. done: the saved state of the schedule."""
     fresh = engine.lr_scheduler.state_dict()
     counter = "last_epoch" if "last_epoch" in fresh else "last_batch_iteration"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch expects as many steps of the optimizer
+        warnings.simplefilter("ignore")  # torch warns, because the optimizer takes no steps
         for _ in range(fresh[counter], done[counter]):
             engine.lr_scheduler.step()
 
@@ -130,7 +130,7 @@ def _refuse(live: Layout, saved: Layout) -> None:
 
 
 def _check_trained(engine, held: set[str]) -> None:
-    """Raise ConfigError if the checkpoint has other trained parameters."""
+    """Raise ConfigError if the checkpoint's trained parameters are not the engine's. held: names in the checkpoint."""
     placement = placement_of(engine)
     shares = placement.held(engine.module).items()
     trained = {share.name for p, share in shares if p.requires_grad and math.prod(share.shape)}
@@ -149,10 +149,10 @@ def _check_trained(engine, held: set[str]) -> None:
 def fill(
     optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor], live: Layout, pieces: Iterable[SavedPiece]
 ) -> None:
-    """Copy this rank's elements from saved pieces into its optimizer's tensors and into new states.
+    """Copy this rank's elements from saved pieces into its optimizer's tensors and into new optimizer states.
 
-    tensors: from masters(); live: their layout. Raises DataError if weights are missing, ConfigError if states can't be
-    re-sharded.
+    tensors: masters() of the engine; live: layout of these tensors. Raises DataError if weights are missing, and
+    ConfigError if states can't be re-sharded.
     """
     own: dict[str, list[tuple[int, Piece]]] = {}
     for index, slot in enumerate(live.slots):
@@ -170,12 +170,12 @@ def fill(
     for master, slot, states in zip(tensors, live.slots, fresh):
         if states:
             optimizer.state[master] = states
-        elif slot:  # no step was taken yet; a slot of padding keeps its initial state
+        elif slot:  # the checkpoint has no states yet; a slot that is only padding keeps its initial state
             optimizer.state.pop(master, None)
 
 
 def _copy(saved: SavedPiece, target: Piece, master: torch.Tensor, states: dict, optimizer: torch.optim.Optimizer):
-    """Copy the elements that are in both pieces: weights into the master, optimizer states into its states."""
+    """Copy the elements that both pieces contain: weights into `master`, per-weight optimizer states into `states`."""
     source, blocks = saved.piece, saved.piece.common(target)
 
     def copy(into: torch.Tensor, values: torch.Tensor) -> None:
@@ -199,15 +199,15 @@ def _copy(saved: SavedPiece, target: Piece, master: torch.Tensor, states: dict, 
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a flat view of a tensor."""
+    """Return a detached flat view of a tensor."""
     return tensor.detach().view(-1)
 
 
 def _is_per_element(key: str, value: object, master: torch.Tensor) -> bool:
-    """Return True for a state with a number per weight. Raises ConfigError for other tensors."""
+    """Return True for a state with one number per weight, False for a scalar. Raises ConfigError for other tensors."""
     if not torch.is_tensor(value) or key == "step" or (value.ndim == 0 and master.ndim > 0):
         return False
-    # Stages 1 and 2 save weights without the padding at their end, but states with it.
+    # Stages 1 and 2 save states with padding at the end, but weights without it.
     if value.ndim != master.ndim or value.numel() < master.numel():
         raise ConfigError(
             f"the optimizer state {key} has shape {tuple(value.shape)} for {master.numel()} weights and can't be "
@@ -217,17 +217,17 @@ def _is_per_element(key: str, value: object, master: torch.Tensor) -> bool:
 
 
 def _moment_dtype(optimizer: torch.optim.Optimizer, value: torch.Tensor, master: torch.Tensor) -> torch.dtype:
-    """Return the precision that the optimizer would choose: that of its weights, or the setting of DeepSpeed's CPU
-    optimizers."""
+    """Return the precision that the optimizer itself uses for a state: the precision of its weights, or float32 if
+    DeepSpeed's CPU optimizer is set to fp32 states."""
     if not value.is_floating_point():
         return value.dtype
     return torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else master.dtype
 
 
 def _scalar(key: str, value: object, optimizer: torch.optim.Optimizer, device: torch.device) -> object:
-    """Return a state shared by a tensor's weights, like the step count: a tensor for torch's optimizers, else a number.
+    """Convert a state that a tensor's weights share, such as the step count, to the form that the optimizer uses.
 
-    device: of the weights; only torch's fused and capturable optimizers keep the count there.
+    torch's optimizers use a tensor, on the weights' `device` if fused or capturable, else on the CPU; others a number.
     """
     if value is None:
         return None
@@ -240,7 +240,7 @@ def _scalar(key: str, value: object, optimizer: torch.optim.Optimizer, device: t
 
 
 def _update_weights(engine, live: Layout) -> None:
-    """Copy the optimizer's weights to the model."""
+    """Copy the optimizer's master weights to the model's weights."""
     optimizer = engine.optimizer
     with torch.no_grad():
         if live.kind == ZERO_3:
@@ -259,7 +259,7 @@ def _update_weights(engine, live: Layout) -> None:
 
 
 def _set_loss_scale(engine, saved: dict) -> None:
-    """Set fp16's loss scale and its counters. saved: state of a ZeRO optimizer, or of DeepSpeed's at stage 0."""
+    """Set fp16's loss scale and its counters. saved: the saved state of DeepSpeed's optimizer."""
     before = saved.get("loss_scaler", saved)
     values = before if isinstance(before, dict) else vars(before)
     scaler = getattr(engine.optimizer, "loss_scaler", None) or engine.optimizer.loss_scale_config

@@ -1,4 +1,4 @@
-"""The checkpoint that a run resumes from: found, compared with the run, or refused."""
+"""Find the checkpoint to resume from, compare its settings with the run's, and refuse it if they don't match."""
 
 import dataclasses
 import functools
@@ -30,8 +30,8 @@ RUN_FILES = (
 class ResumePoint:
     """A checkpoint to resume from; path is None for a fresh start.
 
-    world_size: number of ranks that wrote it; changed: True if the new run may have other settings that affect the
-    result.
+    world_size: number of ranks that wrote it; changed: True if the user allowed settings that change the result, and
+    some have changed.
     """
 
     path: Path | None = None
@@ -44,7 +44,7 @@ class ResumePoint:
 class ResumePlan:
     """The checkpoint to resume from, if any, and the identity of the run.
 
-    weights: hashes of the initial model's files.
+    weights: hashes of the initial model's weight files.
     """
 
     point: ResumePoint
@@ -53,10 +53,10 @@ class ResumePlan:
 
 
 def saved_batch_size(args: Arguments, dp: int) -> int | None:
-    """Return the samples per step of the checkpoint to resume from.
+    """Return the checkpoint's number of samples per step if the resumed run has to be set to it, or None.
 
-    Returns None unless the flags leave it open and the number of data-parallel ranks differs. Raises ConfigError if
-    that number of ranks can't divide the samples.
+    This is the case if the flags don't determine the number, and `dp`, the number of data-parallel ranks, has changed.
+    Raises ConfigError if dp does not divide the number.
     """
     training = args.training
     saved = saved_identity(training.resume, Path(training.output_dir))
@@ -80,10 +80,10 @@ def find_resume_point(
     about_data: Callable[[Path], str] = lambda run_dir: "",
     ranks: Ranks = ONE_RANK,
 ) -> tuple[ResumePoint, list[str]]:
-    """Find the checkpoint for --resume, and lines to print. Raises ConfigError for an unfit one. Collective.
+    """Find the checkpoint for --resume. Returns it and lines to print. Collective.
 
-    Rank 0 compares settings before any file is hashed; then every rank hashes its share. allowed:
-    --allow_changed_flags; about_data: returns a clause on how the data differ from those of a run folder.
+    Rank 0 compares settings before any file is hashed; then every rank hashes its share. allowed: value of
+    --allow_changed_flags; about_data: maps a run's folder to a clause on how its data differ. Raises ConfigError.
     """
     may_change = set()
     if allowed is not None:
@@ -111,7 +111,7 @@ def find_resume_point(
 
 @dataclasses.dataclass(frozen=True)
 class _Compared:
-    """A checkpoint after comparison with the run. refusal: the reason why it belongs to another run."""
+    """Result of comparing a checkpoint with the run. refusal: the reason why the run can't resume from it, or None."""
 
     point: ResumePoint
     lines: list[str]
@@ -120,7 +120,7 @@ class _Compared:
 
 @dataclasses.dataclass(frozen=True)
 class _Candidate:
-    """The newest checkpoint that is not known to be damaged. lines: about newer ones; files: of its manifest."""
+    """The newest checkpoint without known damage. lines: why newer ones are not used; files: its manifest's entries."""
 
     path: Path | None
     lines: list[str]
@@ -133,8 +133,8 @@ def _candidate(
 ) -> _Candidate:
     """Find the newest checkpoint whose files have the right sizes and that is not in `damaged`.
 
-    Raises ConfigError if its run has other settings, unless an older checkpoint matches: then the newer one may still
-    turn out incomplete. Also raises it if all checkpoints contain only the model: a fresh start would move them aside.
+    Raises ConfigError if its settings differ from the run's, unless an older checkpoint matches (the newer one may be
+    damaged). Also raises it if all contain only the model, because a fresh start would move them aside.
     """
     if resume == "auto":
         commit.recover(output_dir)
@@ -210,7 +210,7 @@ def _compare(
 def set_aside(output_dir: Path, point: ResumePoint, ranks: Ranks) -> None:
     """Move checkpoints later than `point`, and at a fresh start all logs, to a separate folder.
 
-    They belong to another run or are damaged. A later resume or clean-up would mistake them for this run's files.
+    They are damaged or belong to another run, and a later resume or clean-up would mistake them for this run's files.
     """
     if ranks.is_first:
         ahead = [path for path in commit.checkpoints(output_dir) if commit.step_of(path) > point.step]

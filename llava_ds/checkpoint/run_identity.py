@@ -1,4 +1,4 @@
-"""The identity of a run: everything that has to match for another start to resume its checkpoint."""
+"""The identity of a run: all settings that must match when a later start resumes from its checkpoint."""
 
 import dataclasses
 import hashlib
@@ -12,9 +12,9 @@ from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.extensions.active import plugins
 from llava_ds.files.writing import sha256
 
-SETTINGS = ("config.json", "adapter_config.json")  # a model's folder has at least one of these
+SETTINGS = ("config.json", "adapter_config.json")  # a model folder has at least one of these files
 
-# Sections of the DeepSpeed JSON that change the result; the others change speed or placement.
+# Sections of the DeepSpeed JSON that affect the trained model; all others affect only speed or placement.
 DECIDING_SECTIONS = (
     "optimizer", "scheduler", "bf16", "fp16", "torch_autocast", "data_types", "communication_data_type",
 )  # fmt: skip
@@ -22,13 +22,13 @@ DECIDING_SECTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class RunIdentity:
-    """Everything that has to match for a resumed run to end in the same model."""
+    """All settings that must match for a resumed run to train the same model."""
 
     flags: dict[str, object]
     data: str  # fingerprint of the encoded samples
     world_size: int
     zero_stage: int
-    deepspeed: dict[str, object]  # settings of the DeepSpeed JSON without a flag that change the result
+    deepspeed: dict[str, object]  # the DECIDING_SECTIONS of the DeepSpeed JSON
     optimizer_on_nvme: bool = False
 
     @classmethod
@@ -39,7 +39,7 @@ class RunIdentity:
             from llava_ds.template_variables import parse_variables
 
             flags["chat_template_kwargs"] = parse_variables(variables)
-        # The content at a path is compared, not the path.
+        # Compare the files' contents instead of their paths.
         projector = args.model.pretrain_mm_mlp_adapter
         flags["pretrain_mm_mlp_adapter"] = projector and sha256(Path(projector))
         for name in ("model_name_or_path", "model_base"):
@@ -57,7 +57,7 @@ class RunIdentity:
 
 
 def folder_digest(folder: Path) -> str:
-    """Hash a model folder's settings and its weight files' names and sizes (not gigabytes of weights)."""
+    """Hash a model folder's settings and the names and sizes of its weight files, without reading the weights."""
     weights = [path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)]
     listed = sorted((path.name, path.stat().st_size) for path in weights)
     settings = [file.read_bytes() for name in SETTINGS if (file := folder / name).is_file()]
@@ -70,9 +70,9 @@ def towers_digest(vision_tower: str | None) -> str | None:
 
 
 def saved_identity(resume: str, output_dir: Path) -> dict[str, object]:
-    """Read the identity in the newest checkpoint that a resume could use; {} for a fresh start.
+    """Read the identity of the run in the newest checkpoint for --resume; {} for a fresh start.
 
-    The checkpoint is not verified: this only serves values that a run chose for itself and has to keep.
+    The checkpoint's files are not verified. Use this only for values that a run chose automatically and has to keep.
     """
     paths = {"auto": commit.checkpoints(output_dir), "never": []}.get(resume, [Path(resume)])
     for path in paths:

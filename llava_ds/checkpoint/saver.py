@@ -1,4 +1,4 @@
-"""A run's checkpoints, saved at once or in the background, one at a time; failed saves are counted."""
+"""Save a run's checkpoints, one at a time, immediately or in the background, and count failed saves."""
 
 import dataclasses
 import json
@@ -24,10 +24,10 @@ MAX_FAILED_SAVES = 3  # consecutive failures that end the run
 
 @dataclasses.dataclass(frozen=True)
 class ModelWriter:
-    """Writes only the model (--save_only_model).
+    """Writes checkpoints with only the model (--save_only_model).
 
-    form: "hf", "llava", "adapter" or "projector"; write: writes into a folder; collective; raises OSError on rank 0
-    only, after the other ranks are done.
+    form: "hf", "llava", "adapter" or "projector"; write: writes the model into a folder. It is collective, and raises
+    OSError on rank 0 only, after the other ranks are done.
     """
 
     form: str
@@ -35,12 +35,12 @@ class ModelWriter:
 
 
 def can_be_resumed(training: TrainingArguments) -> bool:
-    """Return True if the same command resumes from a run's checkpoints."""
+    """Return True if the run saves checkpoints from which the same command can resume."""
     return training.save_strategy != "no" and not training.save_only_model
 
 
 def describe_saving(training: TrainingArguments) -> str:
-    """Describe in a clause whether the last step is saved, and the effect of the same command."""
+    """Return a clause that says whether the last step is saved, and whether the same command resumes from it."""
     if training.save_strategy == "no":
         return "not saved (--save_strategy no)"
     if training.save_only_model:
@@ -50,7 +50,7 @@ def describe_saving(training: TrainingArguments) -> str:
 
 @dataclasses.dataclass
 class _Save:
-    """A save in progress. keeps_all: keep older checkpoints; waited_s: time that training has waited for it so far."""
+    """A save in progress. keeps_all: True to delete no older checkpoints; waited_s: seconds training waited for it."""
 
     step: int
     scratch: Path
@@ -60,7 +60,7 @@ class _Save:
 
 
 class Saver:
-    """Saves a run's checkpoints, at once or in the background, one at a time. All methods are collective."""
+    """Saves a run's checkpoints, one at a time, immediately or in the background. All methods are collective."""
 
     def __init__(
         self,
@@ -70,23 +70,23 @@ class Saver:
         ranks: Ranks,
         model_writer: ModelWriter | None = None,
     ) -> None:
-        """model_writer: for checkpoints with only the model."""
+        """model_writer: writes checkpoints with only the model; None to save the full training state."""
         self.model_writer = model_writer
-        self.protected_checkpoint: Callable[[], Path | None] = lambda: None  # returns, on rank 0, a checkpoint to keep
+        self.protected_checkpoint: Callable[[], Path | None] = lambda: None  # on rank 0, a checkpoint not to delete
         self.engine, self.output_dir, self.ranks = engine, Path(training.output_dir), ranks
         self.trainer = {"identity": dataclasses.asdict(resume.identity), "weights": resume.weights}
         self.limit, self.background = training.save_total_limit, training.async_save
         self.last_good = resume.point.path
         self.states: list[StatePart] = []  # extensions' parts, set by the session
-        self.num_failed, self.failure = 0, ""  # number in a row, and the last failure
+        self.num_failed, self.failure = 0, ""  # consecutive failures, and the last message
         self._save: _Save | None = None
         self._reduction: tuple[torch.distributed.Work, torch.Tensor] | None = None
 
     def after_step(self, step: int, saves: bool, last: bool = False, keeps_all: bool = False) -> str | None:
         """Save this step's checkpoint if `saves` is True, and commit a finished background save.
 
-        last: this is the last step, so everything has to be on the disk on return; keeps_all: delete no older
-        checkpoint. Returns the reason to end the run, the same on every rank, or None.
+        last: True for the last step, after which everything has to be on the disk; keeps_all: True to delete no older
+        checkpoints. Returns the reason to end the run, or None; it is the same on every rank.
         """
         if self._save is not None and (saves or last or self._all_have_written()):
             self._commit_written()
@@ -101,9 +101,9 @@ class Saver:
         return None
 
     def rewind(self) -> Path | None:
-        """Return the engine to the last good checkpoint (training_state.rewind); returns it, or None without one.
+        """Rewind the engine to the last good checkpoint (training_state.rewind). Returns its path, or None without one.
 
-        A save in progress is committed first. If the last one is damaged or gone, the newest complete one is used.
+        Commits a save in progress first. Uses the newest complete checkpoint if the last good one is now damaged.
         """
         if self._save is not None:
             self._commit_written()
@@ -141,7 +141,7 @@ class Saver:
         writer.save(random_states(self.ranks.device), scratch / f"random-{self.ranks.rank}.pt")
         if self.ranks.is_first:
             writer.save_text(json.dumps({"step": step, **self.trainer}, indent=1), scratch / commit.TRAINER)
-            # For the zero_to_fp32.py that DeepSpeed copies there.
+            # The zero_to_fp32.py that DeepSpeed copies into the checkpoint reads this file.
             writer.save_text(ENGINE, scratch / "latest")
             for part in self.states:
                 if tensors := part.of(self.engine.module):
@@ -150,7 +150,7 @@ class Saver:
         self._save = _Save(step, scratch, writer, keeps_all, time.perf_counter() - started)
 
     def _save_model(self, step: int, keeps_all: bool) -> None:
-        """Save only the model, as a folder that opens by itself, with a checkpoint's manifest."""
+        """Save only the model, as a model folder that also has a checkpoint's manifest."""
         started, problem = time.perf_counter(), None
         try:
             scratch = commit.begin(self.output_dir, step, self.ranks)
@@ -177,9 +177,9 @@ class Saver:
         self.last_good, self.num_failed = path, 0
 
     def _all_have_written(self) -> bool:
-        """Return True if every rank's writer is done, the same on all ranks, without waiting for a writer.
+        """Return True if the writers of all ranks are done. The result is the same on all ranks.
 
-        A reduction started at one step is read at the next, long after its arrival.
+        Does not wait: the all-reduce of the ranks' flags is started at one step, and its result is read at the next.
         """
         if self.ranks.world_size == 1:
             return self._save.writer.is_done
@@ -191,7 +191,7 @@ class Saver:
         return False
 
     def _reduced(self) -> bool:
-        """Return the result of the last reduction; False if there was none."""
+        """Return the result of the all-reduce started at the previous step; False if none was started."""
         if self._reduction is None:
             return False
         work, flag = self._reduction
@@ -201,7 +201,7 @@ class Saver:
         return bool(flag)
 
     def _commit_written(self) -> None:
-        """Commit the checkpoint once all ranks have written it."""
+        """Wait until all ranks have written the checkpoint, then commit it."""
         save, self._save = self._save, None
         self._reduced()
         started = time.perf_counter()

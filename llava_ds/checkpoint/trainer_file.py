@@ -1,4 +1,4 @@
-"""trainer.json: a checkpoint's step, and the identity of its run. Checkpoints without a valid one are refused."""
+"""Read and validate trainer.json: a checkpoint's step and the identity of its run."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ class _Optimizer(TypedDict):
 
 
 class _Flags(TypedDict):
-    """Flags used in computations; others are only compared."""
+    """Flags whose values are used, so their types are validated; all other flags are only compared."""
 
     train_batch_size: NotRequired[_Count | None]
     per_device_train_batch_size: NotRequired[_Count | None]
@@ -36,7 +36,7 @@ class _Flags(TypedDict):
 
 
 def _with_sizes(flags: object) -> object:
-    """Refuse flags for numbers of ranks that share samples unless they are sizes."""
+    """Raise ValueError unless flags for numbers of ranks that share samples are positive integers."""
     declared = declared_in(flags) if isinstance(flags, dict) else {}
     for name in (name for name, flag in declared.items() if flag.shares_samples):
         if type(size := flags.get(name, 1)) is not int or size < 1:
@@ -49,7 +49,7 @@ class _Sections(TypedDict):
 
 
 class Identity(TypedDict):
-    """A RunIdentity in JSON; keys that earlier versions did not write are optional."""
+    """Schema of a RunIdentity in JSON. Keys that earlier versions did not write are optional."""
 
     flags: Annotated[_Flags, BeforeValidator(_with_sizes)]
     data: str
@@ -60,10 +60,10 @@ class Identity(TypedDict):
 
 
 class Trainer(TypedDict):
-    """The content of trainer.json.
+    """Schema of trainer.json.
 
-    step: of the checkpoint; weights: SHA-256 of the base models' files by name, by flag; model_only: the format of a
-    checkpoint with only the model.
+    step: the checkpoint's step; weights: for each flag, the SHA-256 of the initial model's files by name; model_only:
+    the export format of a checkpoint with only the model.
     """
 
     step: Annotated[int, Field(ge=0)]
@@ -85,23 +85,23 @@ def read_trainer(checkpoint: Path) -> dict:
 
 
 def is_training_checkpoint(folder: Path) -> bool:
-    """Return True for a checkpoint of run/train.py with the engine's state, not only the model."""
+    """Return True if a folder is a checkpoint of run/train.py with training state, not only the model."""
     if not ((folder / commit.TRAINER).is_file() or (folder / commit.MANIFEST).is_file()):
         return False
     try:
         return "model_only" not in read_trainer(folder)
     except DataError:
-        return True  # damaged; refused when it is read
+        return True  # the reader refuses a damaged checkpoint
 
 
 def resume_problem(checkpoint: Path, hashed: bool = True) -> str | None:
-    """Return the reason why no run can be resumed from a folder, or None. hashed: as in problem_with."""
+    """Return the reason why no run can be resumed from a folder, or None. hashed: True to hash every file."""
     problem = checkpoint_problem(checkpoint, hashed)
     return MODEL_ONLY if problem is None and not is_training_checkpoint(checkpoint) else problem
 
 
 def checkpoint_problem(checkpoint: Path, hashed: bool = True) -> str | None:
-    """Return the reason why a folder is not a complete checkpoint of a run, or None. hashed: as in problem_with."""
+    """Return the reason why a folder is not a complete checkpoint, or None. hashed: True to hash every file."""
     problem = problem_with(checkpoint, hashed)
     if problem is not None:
         return problem

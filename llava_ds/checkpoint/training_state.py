@@ -1,4 +1,4 @@
-"""The state of training in a checkpoint: the engine's, and each rank's random number generators."""
+"""Restore the training state of a checkpoint: the engine's state and each rank's random number generators."""
 
 import copy
 from pathlib import Path
@@ -18,9 +18,9 @@ GROUP_STATES = {
 
 
 def restore(engine, point: ResumePoint, ranks: Ranks, seed: int) -> str:
-    """Restore the engine and this rank's random states from a checkpoint. Returns a line about it. Collective.
+    """Restore the engine and this rank's random states from a checkpoint. Returns a line to print. Collective.
 
-    seed: for the random states of ranks that the checkpoint does not have.
+    seed: seeds the generators of ranks that did not exist when the checkpoint was saved.
     """
     from llava_ds.engine.shards import safe_load
 
@@ -37,9 +37,9 @@ def restore(engine, point: ResumePoint, ranks: Ranks, seed: int) -> str:
 
 
 def rewind(engine, path: Path, ranks: Ranks) -> None:
-    """Restore weights and optimizer states of a checkpoint, undoing the steps since then. Collective.
+    """Restore weights and optimizer states of a checkpoint. Collective.
 
-    The steps still count: schedule, rates, counters and random states keep their present values.
+    The undone steps still count: schedule, rates, counters and random states keep their current values.
     """
     trainer = read_trainer(path)
     counters = {name: getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps")}
@@ -55,7 +55,7 @@ def rewind(engine, path: Path, ranks: Ranks) -> None:
 
 
 def _load(engine, point: ResumePoint, ranks: Ranks) -> str:
-    """Load weights, optimizer states, schedule and counters of a checkpoint into the engine. Returns a line."""
+    """Load weights, optimizer states, schedule and counters into the engine. Returns a line to print."""
     from llava_ds.engine.shards import safe_load
 
     groups = [{**group, "params": None} for group in engine.basic_optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""Verify checkpoints: every file against the manifest, each rank a share of the files."""
+"""Verify a checkpoint's files against its manifest. The ranks can divide the files among them."""
 
 import heapq
 import os
@@ -18,7 +18,7 @@ from llava_ds.files.writing import Entry, damage
 from llava_ds.runtime.ranks import Ranks, gather, local_ranks
 
 HASHING_THREADS = 8
-_WRITER = re.compile(r"(?:rank_|random-|layout-)([0-9]{1,6})")  # pattern in the name of a rank's file
+_WRITER = re.compile(r"(?:rank_|random-|layout-)([0-9]{1,6})")  # in the names of files that one rank writes
 
 
 class _Entry(TypedDict):
@@ -27,7 +27,7 @@ class _Entry(TypedDict):
 
 
 class Manifest(TypedDict):
-    """sha256: of step and files."""
+    """Schema of a manifest. sha256: digest of step and files."""
 
     step: Annotated[int, Field(ge=0)]
     files: dict[str, _Entry]
@@ -47,7 +47,7 @@ def problem_with(checkpoint: Path, hashed: bool = True) -> str | None:
 
 
 def shared_damage(checkpoint: Path, files: dict[str, Entry], ranks: Ranks) -> str | None:
-    """Return the problem with these files, like problem_with; every rank reads and hashes a share. Collective."""
+    """Return the first damage in a checkpoint's files, or None. Every rank reads and hashes a share. Collective."""
     mine = {name: files[name] for name in shares(files, ranks.world_size)[ranks.rank]}
     found = [each for each in gather(_first_damage(checkpoint, mine), ranks) if each is not None]
     order = list(files)
@@ -55,7 +55,7 @@ def shared_damage(checkpoint: Path, files: dict[str, Entry], ranks: Ranks) -> st
 
 
 def shares(files: dict[str, Entry], num_ranks: int) -> list[list[str]]:
-    """Divide files over ranks: each gets its own files (which it reads to restore), the rest by size."""
+    """Divide files over ranks: a rank gets the files it wrote, because it will load them; others go by size."""
     shared: list[list[str]] = [[] for _ in range(num_ranks)]
     loads, rest = [0] * num_ranks, []
     for name, entry in files.items():
@@ -75,7 +75,7 @@ def shares(files: dict[str, Entry], num_ranks: int) -> list[list[str]]:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Entry]:
-    """Read the file entries of a checkpoint. Raises FileNotFoundError, and DataError for an invalid manifest."""
+    """Read a manifest's file entries. Raises FileNotFoundError if it is missing, and DataError if it is invalid."""
     if (checkpoint / MANIFEST).is_symlink():
         raise DataError("it is a link")
     manifest = read_json(checkpoint / MANIFEST, Manifest)
@@ -94,7 +94,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Entry]:
 def newest_whole(
     output_dir: Path, problem_of: Callable[[Path], str | None] = problem_with
 ) -> tuple[Path | None, list[str]]:
-    """Find the newest checkpoint that verifies, with a line for every newer one that does not.
+    """Return the newest usable checkpoint (None if there is none), and a line about each newer one.
 
     problem_of: maps a folder to the reason why it can't be used, or None.
     """
@@ -109,7 +109,7 @@ def newest_whole(
 
 
 def _first_damage(checkpoint: Path, files: dict[str, Entry], hashed: bool = True) -> tuple[str, str] | None:
-    """Return the name of the first damaged file, and its damage."""
+    """Return the name of the first damaged file and a description of the damage; None if all files are intact."""
 
     def look(item: tuple[str, Entry]) -> tuple[str, str] | None:
         problem = damage(checkpoint, *item, hashed)

@@ -1,6 +1,6 @@
-"""The flags of a training run, under LLaVA's and Hugging Face's names: three frozen sections, and extensions' sections.
+"""The flags of a training run, under LLaVA's and Hugging Face's names: three core sections, and one per extension.
 
-parsing.py reads them.
+parsing.py parses them.
 """
 
 import dataclasses
@@ -57,8 +57,8 @@ FLAGS = {name: flag for section in SECTIONS for name, flag in declared_by(sectio
 
 
 def loaded(own: Mapping[str, ExtensionFlags], core: Iterable[object] = ()) -> dict[str, ExtensionFlags]:
-    """Select the extensions of a run, in the table's order: those always on, requested by a core flag, or with a flag
-    that differs from its default. own: flags by extension; core: the sections of the core."""
+    """Select the extensions of a run, in the order of EXTENSIONS: those that are always on, that a core flag requests,
+    or that have a flag with another value than its default. own: flags by extension; core: the core's sections."""
     values = {name: value for section in core for name, value in vars(section).items()}
     found = {name: flags_class(name)() for name in requested(values)}
     by_flags = {name: flags for name, flags in own.items() if not EXTENSIONS[name].adds and flags != type(flags)()}
@@ -67,16 +67,16 @@ def loaded(own: Mapping[str, ExtensionFlags], core: Iterable[object] = ()) -> di
 
 
 def traits_of(objective: str, own: Mapping[str, ExtensionFlags]) -> ObjectiveTraits:
-    """Return the traits of an objective, defined by the core or an extension."""
+    """Return the traits of an objective of the core or of an extension."""
     traits = next(filter(None, (flags.traits(objective) for flags in own.values())), ObjectiveTraits())
     return traits._replace(other_columns=True) if any(flags.judges for flags in own.values()) else traits
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """All sections, and the names of the flags that the user wrote (command line or recipe).
+    """The flags of a run, in sections.
 
-    own: flags of each of the run's extensions, by name.
+    given: names of the flags that the user gave, on the command line or in a recipe; own: the extensions' sections.
     """
 
     model: ModelArguments
@@ -99,7 +99,7 @@ class Arguments:
 
     @property
     def flags(self) -> dict[str, Flag]:
-        """Declarations of all the run's flags."""
+        """Declarations of all flags of the run, by name."""
         return {name: flag for section in self.sections for name, flag in declared_by(section).items()}
 
     @property
@@ -109,14 +109,14 @@ class Arguments:
 
     @property
     def own_models(self) -> dict[str, Path]:
-        """Model folders that flags of extensions name."""
+        """Model folders in the values of extensions' flags, by flag."""
         flags = {name: flag for section in self.own.values() for name, flag in declared_by(section).items()}
         values = self.as_dict()
         return {name: Path(values[name]) for name in flags if flags[name].path == "model" and values[name] is not None}
 
     @property
     def extra_moments(self) -> int:
-        """Numbers per trained weight that extensions add to the optimizer's states."""
+        """Number of values per trained weight that extensions add to the optimizer's states."""
         return sum(flags.moments for flags in self.own.values())
 
     @property
@@ -126,7 +126,7 @@ class Arguments:
 
     @property
     def fuses(self) -> bool:
-        """True if an extension puts fused kernels into layers."""
+        """True if an extension replaces parts of layers with fused kernels."""
         return any(flags.fuses for flags in self.own.values())
 
     @property
@@ -136,19 +136,19 @@ class Arguments:
 
     @property
     def rewinds(self) -> bool:
-        """True if an extension may return the run to an earlier checkpoint."""
+        """True if an extension may rewind the run to an earlier checkpoint."""
         return any(flags.rewinds for flags in self.own.values())
 
     @property
     def all_axes(self) -> tuple[Axis, ...]:
-        """Axes of the mesh in rank order; those inside the data axis come last."""
+        """Axes of the mesh in the order in which ranks are laid out; axes inside the data axis come last."""
         found = (flags.axis for flags in self.own.values())
         axes = (axis for axis in found if axis is not None and axis.size > 1)
         return tuple(sorted(axes, key=lambda axis: (axis.in_data, axis.order)))
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Axes outside the data axis: their ranks have the same samples."""
+        """Axes outside the data axis. Ranks along these axes have the same samples."""
         return tuple(axis for axis in self.all_axes if not axis.in_data)
 
     def size_of(self, axis: str) -> int:
@@ -157,7 +157,7 @@ class Arguments:
 
     @property
     def broken(self) -> frozenset[str]:
-        """Keys of PROPERTIES that flags of extensions make false."""
+        """Keys of PROPERTIES that do not hold in this run because of extensions' flags."""
         return frozenset(key for flags in self.own.values() for *_, breaks in flags.features() for key in breaks)
 
     @property
@@ -167,12 +167,12 @@ class Arguments:
 
     @property
     def ranks_per_token(self) -> int:
-        """Number of these ranks that share the tokens of every micro-batch."""
+        """Number of ranks among which the tokens of every micro-batch are divided."""
         return math.prod(axis.size for axis in self.axes if not axis.divides_model)
 
     @property
     def zeros(self) -> dict[str, str]:
-        """Effect of a 0, for flags of extensions that accept it."""
+        """Effect of the value 0, for flags of extensions that accept it."""
         return {name: what for flags in self.own.values() for name, what in flags.zeros.items()}
 
     @property
@@ -183,7 +183,7 @@ class Arguments:
         return bool(data.eval_fraction) or data.eval_data_path is not None or own
 
     def replaced(self, **values: object) -> "Arguments":
-        """Copy with new values for the named flags, in whichever section they are."""
+        """Return a copy with new values for flags of any section."""
 
         def with_values(section: object) -> object:
             return dataclasses.replace(section, **{k: v for k, v in values.items() if k in declared_by(section)})
@@ -195,11 +195,11 @@ class Arguments:
         return dataclasses.replace(self, model=model, data=data, training=training, own=own)
 
     def as_dict(self) -> dict[str, object]:
-        """Every flag and its value."""
+        """Map every flag of the run to its value."""
         return {name: getattr(section, name) for section in self.sections for name in declared_by(section)}
 
     def same_on_every_rank(self) -> dict[str, object]:
-        """Flags that must have the same value on every rank (no paths, no per-machine flags), by name."""
+        """Map the flags that must be equal on all ranks to their values. Leaves out paths and per-machine flags."""
         flags = self.flags
         return {
             f"--{name}": value
@@ -209,39 +209,39 @@ class Arguments:
 
 
 def every_objective() -> dict[str, ObjectiveTraits]:
-    """Objectives added by extensions, and their traits."""
+    """Map the objectives that extensions add to their traits."""
     names = [(name, value) for name, trigger in EXTENSIONS.items() for value in trigger.adds.get("objective", ())]
     return {value: flags_class(name)().traits(value) for name, value in names}
 
 
 def every_section() -> list[type]:
-    """Classes of all sections, including extensions that no flag requested."""
+    """List the classes of all sections, including those of extensions that no flag requests."""
     return [*SECTIONS, *map(flags_class, EXTENSIONS)]
 
 
 def every_flag() -> dict[str, Flag]:
-    """Declarations of all existing flags."""
+    """Return the declarations of all flags, including those of extensions that no flag requests."""
     return {name: flag for section in every_section() for name, flag in declared_by(section).items()}
 
 
 def declared_in(names: Collection[str]) -> dict[str, Flag]:
-    """Declarations of the core's flags, and of extensions that own any of these names."""
+    """Return the declarations of the core's flags, and of all flags of extensions that own any of these names."""
     return {**FLAGS, **{flag: of for name in owners(names) for flag, of in declared_by(flags_class(name)).items()}}
 
 
 def flags_free_on_resume(flags: Mapping[str, Flag], rewinds: bool = False) -> set[str]:
-    """Names of the flags that a resumed run may change freely. rewinds: Arguments.rewinds."""
+    """Return the names of the flags that a resumed run may change freely. rewinds: Arguments.rewinds."""
     return {name for name, flag in flags.items() if flag.resume == "free" or (flag.resume == "rewind" and not rewinds)}
 
 
 def flag_default(name: str) -> object:
-    """Default of a flag; None for an unknown name."""
+    """Return the default of a flag, or None for an unknown name."""
     sections = (*SECTIONS, *map(flags_class, owners([name])))
     return next((getattr(section, name) for section in sections if hasattr(section, name)), None)
 
 
 def rate_note(args: Arguments) -> list[str]:
-    """A line if the learning rate is the default, which is too high for the objective."""
+    """Return a line if the learning rate is the default and too high for the objective, or []."""
     training, usual = args.training, args.traits.learning_rate
     is_default = "learning_rate" not in args.given and training.learning_rate == type(training).learning_rate
     if usual is None or not is_default:

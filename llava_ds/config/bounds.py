@@ -1,4 +1,4 @@
-"""Numbers and durations given by users: bounds, declared with the field or flag and checked in one place."""
+"""Parse numbers and durations that users give, and check the bounds that are declared with fields and flags."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ _UNITS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 @dataclass(frozen=True)
 class Bounds:
-    """Allowed values of a number. above, below: exclude the limit itself. nan is never allowed."""
+    """Allowed values of a number. above: excludes `least`; below: excludes `most`. nan is never allowed."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -35,7 +35,7 @@ class Bounds:
 
     @property
     def range(self) -> str:
-        """Sentence for the help text, like "At least 1."; empty if any whole number is allowed."""
+        """Sentence about the bounds for the help text, like "At least 1."; "" if any whole number is allowed."""
         if self.least <= -MOST:
             return ""
         if self.most >= MOST:
@@ -45,7 +45,7 @@ class Bounds:
         return f"{self.least:g} to {'below ' * self.below}{self.most:,.10g}."
 
     def expected(self, value: float) -> str:
-        """Remedy for a value out of bounds, like "1 or more"."""
+        """Describe the values to give instead of one that is out of bounds, like "1 or more"."""
         if 1 < self.most < value < math.inf:
             return f"{self.most:,} or less"
         if self.least == -math.inf:
@@ -60,9 +60,9 @@ OWN_RANGE = "image"  # value of --image_value_range: each image's own minimum an
 
 
 def range_of_values(text: object) -> tuple[float, float] | None:
-    """Parse --image_value_range to the values that become black and white; None for each image's own range.
+    """Parse --image_value_range. Returns the values that become black and white, or None for each image's own range.
 
-    Raises ConfigError unless the text is image, or two finite numbers like 0,4095.
+    Raises ConfigError unless the text is "image", or two finite numbers like 0,4095.
     """
     if text == OWN_RANGE:
         return None
@@ -81,7 +81,7 @@ def range_of_values(text: object) -> tuple[float, float] | None:
 Whole = Annotated[int, Bounds(-MOST, MOST)]
 NotNegative = Annotated[int, Bounds(0, MOST)]
 Count = Annotated[int, Bounds(1, MOST)]
-Workers = Annotated[int, Bounds(0, 4096)]  # number of processes: a machine fails before its kernel's limit
+Workers = Annotated[int, Bounds(0, 4096)]  # number of processes; machines fail below their kernel's limit
 Seed = Annotated[int, Bounds(0, 2**32 - 1)]  # the largest that numpy accepts
 Number = Annotated[float, Bounds()]
 AtLeastOne = Annotated[float, Bounds(1)]
@@ -94,15 +94,15 @@ PartBelowOne = Annotated[float, Bounds(0, 1, below=True)]
 
 
 def bounds_of(section: type) -> dict[str, Bounds]:
-    """Collect bounds by field name, for the fields of a dataclass whose types have bounds (also in `Count | None`)."""
+    """Return the bounds in the types of a dataclass's fields, by field name. Types like `Count | None` also count."""
     assert is_dataclass(section)
     kinds = typing.get_type_hints(section, include_extras=True)
     return {name: bounds for name, kind in kinds.items() if (bounds := _bounds_in(kind)) is not None}
 
 
 def out_of_bounds(values: dict[str, object], sections: Iterable[type]) -> list[str]:
-    """Describe every number out of the bounds of its field, one line each. Skips the words that some fields also
-    accept."""
+    """Return a line for every number that is out of the bounds of its field. Words that some fields accept in place
+    of numbers, are not checked."""
     problems = []
     for name, bounds in (pair for section in sections for pair in bounds_of(section).items()):
         value = values[name]
@@ -112,7 +112,7 @@ def out_of_bounds(values: dict[str, object], sections: Iterable[type]) -> list[s
 
 
 def number(kind: type) -> Callable[[str], float]:
-    """Build the `type=` of an argparse flag for one of the number types above, like number(Count)."""
+    """Return a value for argparse's `type=` that parses one of the number types above, as in number(Count)."""
     base, bounds = typing.get_args(kind)
 
     def read(text: str) -> base:
@@ -129,14 +129,14 @@ def number(kind: type) -> Callable[[str], float]:
 
 
 def step_share_problem(name: str, value: float | None) -> Iterator[str]:
-    """Describe a value that is not a valid number of steps, and not a fraction of all steps."""
+    """Yield a line if the value is neither a whole number of steps nor a fraction of all steps."""
     if value is not None and math.isfinite(value) and value >= 1 and value != int(value):
         yield f"--{name} is {value:g}: give a whole number of steps, or a fraction of all steps, below 1"
 
 
 def seconds_of(text: str) -> int:
-    """Parse a duration like 3h50m, 90s, 1d or a plain number of seconds. Raises ConfigError for other texts, and for
-    0."""
+    """Parse a duration like 3h50m, 90s, 1d or a plain number of seconds. Raises ConfigError for 0 and any other
+    text."""
     if text.isdecimal() and len(text) < 20:
         total = int(text)
     else:
@@ -149,7 +149,7 @@ def seconds_of(text: str) -> int:
 
 
 def json_object(text: str) -> dict:
-    """Parse a JSON object in a flag. Raises ValueError, also for repeated keys and non-finite numbers."""
+    """Parse a flag's JSON object. Raises ValueError for other text, repeated keys and non-finite numbers."""
     try:
         found = json.loads(text, object_pairs_hook=_each_once, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
@@ -173,14 +173,14 @@ def _finite(text: str) -> float:
 
 
 def in_a_line(message: str) -> str:
-    """Rewrite argparse's "argument --limit: is 0: ..." as "--limit is 0: ...", and put argparse's own words after a
-    colon."""
+    """Rewrite an error message of argparse: "argument --limit: is 0: ..." becomes "--limit is 0: ..."; a message in
+    argparse's own words becomes "--limit: expected ..."."""
     pattern = r"^argument ([^\s:/]+)[^\s:]*:( (?:invalid|expected|ignored|not allowed) )?"
     return re.sub(pattern, lambda found: f"{found[1]}:{found[2]}" if found[2] else found[1], message)
 
 
 def takes(action: argparse.Action, value: str) -> bool:
-    """True if a misspelled flag with this value ("" for none) may have been meant as this flag."""
+    """True if this flag accepts the value ("": no value), so that a misspelled flag with this value may mean it."""
     if not value or value.startswith("--"):
         return True
     is_switch = action.const is not None or getattr(action.type, "__name__", "") == "string_to_bool"
@@ -200,7 +200,7 @@ def _bounds_in(kind: object) -> Bounds | None:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a --max_shard_size like 5GB, in transformers' units. Raises ConfigError for other texts."""
+    """Parse --max_shard_size, like 5GB, in transformers' units. Returns bytes. Raises ConfigError for other text."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B)", text.strip().upper())
     if found is None or float(found[1]) <= 0:
         raise ConfigError(f"--max_shard_size {text}: give a size like 5GB or 200MB")
@@ -208,7 +208,7 @@ def parse_size(text: str) -> int:
 
 
 def number_in(environ: Mapping[str, str], name: str, least: int = 1) -> int:
-    """Return an environment variable's whole number, or `least` if it is not set."""
+    """Return the whole number in an environment variable, or `least` if it is not set. Raises ConfigError otherwise."""
     text = environ.get(name, str(least))
     if (number := whole_number(text)) is None:
         raise ConfigError(f"{name} is {in_short(text)!r}: expected a whole number")

@@ -8,7 +8,7 @@ from llava_ds.config.bounds import MOST, Bounds, Count, NotNegative, Part, PartB
 from llava_ds.config.flags import flags_of
 from llava_ds.constants import MAX_IMAGE_PIXELS, PILLOW_MAX_PIXELS
 
-# Flags that choose an order of the samples, and the order's name in data/sample_order.py.
+# Flags that choose a sample order -> the name of this order in data/sample_order.py.
 GROUPINGS = {
     "group_by_modality_length": "modality",
     "group_by_modality_length_auto": "modality_auto",
@@ -17,7 +17,7 @@ GROUPINGS = {
     "group_by_length_bucket": "bucket",
 }
 
-# Declarations of flags by group; _free: flags that a resumed run may change freely.
+# Functions that declare flags of a group; the ones named _free declare flags that a resumed run may change freely.
 _data, _data_free = flags_of("data")
 _images, _images_free = flags_of("images")
 _eval, _eval_free = flags_of("eval")
@@ -26,7 +26,7 @@ _order, _ = flags_of("order")
 
 @dataclass(frozen=True)
 class DataArguments:
-    """Flags of the records and images, and of their tokens."""
+    """Flags for records and images, and for their conversion to tokens."""
 
     data_path: str | None = _data_free(
         None,

@@ -29,8 +29,8 @@ GROUPS = {
 
 
 def _hf_argparser() -> ModuleType:
-    """Load transformers/hf_argparser.py (5.23) from its own file: importing the whole package takes most of a second, a
-    delay for --help and for wrong flags."""
+    """Load transformers/hf_argparser.py (5.23) without the rest of the package, whose import takes most of a second and
+    would delay --help and messages about wrong flags."""
     package = importlib.util.find_spec("transformers")
     path = Path(package.submodule_search_locations[0], "hf_argparser.py")
     spec = importlib.util.spec_from_file_location(f"{__name__}.transformers", path)
@@ -45,19 +45,19 @@ HfArg, HfArgumentParser, string_to_bool = _parser.HfArg, _parser.HfArgumentParse
 
 @dataclass(frozen=True)
 class Flag:
-    """Metadata of a flag besides type, bounds, default and help.
+    """Metadata of a flag, in addition to type, bounds, default and help.
 
-    group: a key of GROUPS, or an extension's name. path: None for a flag that is not a path. model: a model's folder,
-    which might be mistaken for a name on the hub; pattern: a file or folder, or a pattern like shard-*.tar; output: a
-    folder that can be created; unchecked: checked later. remote: the path may also be the URL of an object in a store.
-    only_to_train: the path is checked only for training, not for scripts that merely read the flags. resume: the values
-    allowed in a resumed run. compared: only the checkpoint's value, unless --allow_changed_flags names the flag; free:
-    any, because the model stays the same (for a path, the contents are compared); rewind: any, unless the run may
-    rewind to a checkpoint and so make the flag affect steps; layout: any, if the loss does not depend on the layout;
-    placement: any, because the layout stays the same. per_machine: each machine may have another value. Paths may
-    always differ. shares_samples: the value is a number of ranks with the same samples. of_micro_batch: the loss
-    depends on the layout if the value is not the default. goes_with: for an extension's flag: which of the values that
-    the extension adds to a flag of the core use it.
+    group: a key of GROUPS, or an extension's name. path: kind of path, None if the flag is not a path. "model": a model
+    folder, which users may confuse with a name on the hub; "pattern": a file, a folder or a pattern like shard-*.tar;
+    "output": a folder that may have to be created; "unchecked": a path that is checked later. remote: the path may also
+    be the URL of an object in a store. only_to_train: the path is checked for training only, not for scripts that only
+    read the flags. resume: values that a resumed run may have. "compared": the checkpoint's value, unless
+    --allow_changed_flags names the flag; "free": any value, because the trained model stays the same (for a path, the
+    contents are compared); "rewind": any value, unless the run may rewind to a checkpoint, so that they affect
+    steps; "layout": any value, if the loss does not depend on the layout; "placement": any value, because the layout
+    stays the same. per_machine: machines may have different values, as they may for paths. shares_samples: the value is
+    a number of ranks with the same samples. of_micro_batch: values other than the default make the loss depend on the
+    layout. goes_with: for a flag of an extension, the values that use it, among those the extension adds to core flags.
     """
 
     group: str
@@ -72,9 +72,9 @@ class Flag:
 
 
 def flags_of(group: str, **about: object) -> tuple[Callable[..., object], Callable[..., object]]:
-    """Build two functions that declare fields as flags of a group; a resumed run may freely change the second's flags.
+    """Return two functions that declare fields as flags of a group. Flags of the second may change freely on a resume.
 
-    about: other fields of Flag for all these flags.
+    about: more fields of Flag, for all flags that these functions declare.
     """
     return partial(_declare, group=group, **about), partial(_declare, group=group, resume="free", **about)
 
@@ -82,7 +82,7 @@ def flags_of(group: str, **about: object) -> tuple[Callable[..., object], Callab
 def _declare(
     default: object, help: str, *, aliases: tuple[str, ...] = (), argparse: dict | None = None, **about: object
 ) -> object:
-    """Declare a field as a flag. about: the fields of Flag; argparse: more options of add_argument."""
+    """Declare a field as a flag. about: fields of Flag; argparse: more options for add_argument."""
     metadata = {**(argparse or {}), "flag": Flag(**about)}
     return HfArg(default=default, help=help, aliases=list(aliases), metadata=metadata)
 

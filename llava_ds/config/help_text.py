@@ -7,14 +7,14 @@ from llava_ds.config.other_trainers import WITHOUT_EFFECT
 from llava_ds.constants import ConfigError, did_you_mean
 from llava_ds.extensions.table import EXTENSIONS
 
-FEW_CHOICES = 5  # most choices shown after a flag
+FEW_CHOICES = 5  # flags with more choices list them in their help text
 
 
 def help_text(parser: argparse.ArgumentParser, topic: str | None) -> str:
-    """Format the flags by group, each spelled once: hyphens also work, and --no_<name> for flags that are true.
+    """Format the flags by group, each in one spelling: without its variants with hyphens, and without --no_<name>.
 
-    topic: an extension, for its flags alone; all, for the core and every extension; None for the core, and a line for
-    each extension. Raises ConfigError for any other topic.
+    topic: the name of an extension, for its flags only; "all", for flags of the core and all extensions; None, for
+    flags of the core and a line per extension. Raises ConfigError for any other topic.
     """
     if topic not in (None, "all", *EXTENSIONS):
         known = f"give all, or an extension: {', '.join(EXTENSIONS)}"
@@ -23,7 +23,7 @@ def help_text(parser: argparse.ArgumentParser, topic: str | None) -> str:
     formatter.add_usage(f"{parser.prog} [--recipe FILE] [--name value ...]", [], [])
     formatter.add_text(parser.description)
     actions: dict[tuple, argparse.Action] = {}
-    for action in parser._actions:  # spell each flag once: --name, not --no_name; shared names, only once
+    for action in parser._actions:  # keep the first action of a flag: --name, not --no_name
         actions.setdefault((action.dest, action.flag and action.flag.group), action)
     titles = {name: f"{name}: {trigger.title}" for name, trigger in EXTENSIONS.items()}
     titles = {topic: titles[topic]} if topic in titles else {**GROUPS, **(titles if topic == "all" else {})}
@@ -50,7 +50,7 @@ def help_text(parser: argparse.ArgumentParser, topic: str | None) -> str:
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Spells a flag once, with a word for its kind."""
+    """Formats a flag in one spelling, with a word for the kind of its value."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:

@@ -9,7 +9,7 @@ from llava_ds.config.bounds import Count, NotNegative, Whole
 from llava_ds.config.flags import flags_of
 from llava_ds.extensions.base import ExtensionFlags
 
-# Declarations of flags by group; _free: flags that a resumed run may change freely.
+# Functions that declare flags of a group; the ones named _free declare flags that a resumed run may change freely.
 _model, _model_free = flags_of("model")
 _tower, _tower_free = flags_of("tower")
 _trainable, _ = flags_of("trainable")
@@ -18,7 +18,7 @@ _images, _ = flags_of("images")
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """Flags of the model and of its trained parts. own: Arguments.own, for extensions that change the model."""
+    """Flags of the model and its trained parts. own: sections in Arguments.own of extensions that change the model."""
 
     model_name_or_path: str | None = _model_free(
         None,
@@ -141,7 +141,7 @@ class ModelArguments:
     own: Mapping[str, ExtensionFlags] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
-# The names of --mm_tunable_parts, and the parts of the model.
+# Names in --mm_tunable_parts -> parts of the model.
 TUNABLE_PARTS = {
     "mm_vision_tower": "vision_tower",
     "mm_mlp_adapter": "projector",
@@ -149,21 +149,20 @@ TUNABLE_PARTS = {
 }
 
 
-# A vendor's flags. Omitted ones leave their part frozen.
+# A vendor's flags -> parts of the model. If one of these flags is given, the parts of omitted ones stay frozen.
 TUNING_FLAGS = {"tune_mm_vision": "vision_tower", "tune_mm_mlp": "projector", "tune_mm_llm": "language_model"}
 
 
 def adapted_parts(model: ModelArguments) -> frozenset[str]:
-    """Parts with adapters, where an extension trains additional layers. From vision_tower, projector and
-    language_model."""
+    """Return the parts in which extensions train adapters: a subset of vision_tower, projector, language_model."""
     return frozenset(part for flags in model.own.values() for part in flags.adapted_parts)
 
 
 def trained_parts(model: ModelArguments) -> frozenset[str]:
-    """Parts that train, from vision_tower, projector, language_model and output_layer (the language model's alone).
+    """Return the parts that train: vision_tower, projector, language_model, output_layer (only the LLM's output layer).
 
-    With adapters, only the language model of adapted_parts is included, because the others train in full here. A part
-    also counts if only its last layers train (--unfreeze_topk_llm).
+    Of adapted_parts, only the language model is included; the other parts in the result train all their weights. A part
+    is also included if only its last layers train (--unfreeze_topk_llm, --unfreeze_topk_vision).
     """
     last = {"language_model": model.unfreeze_topk_llm, "vision_tower": model.unfreeze_topk_vision}
     parts, adapted = chosen_parts(model) | {part for part, count in last.items() if count}, adapted_parts(model)
@@ -173,14 +172,14 @@ def trained_parts(model: ModelArguments) -> frozenset[str]:
 
 
 def tower_folders(vision_tower: str | None) -> tuple[str, ...]:
-    """Folders in --vision_tower: one, or several separated by commas."""
+    """Return the folders in --vision_tower: one, or several separated by commas."""
     if vision_tower is None:
         return ()
     return (vision_tower,) if os.path.isdir(vision_tower) else tuple(vision_tower.split(","))
 
 
 def chosen_parts(model: ModelArguments) -> frozenset[str]:
-    """Parts chosen by LLaVA's and the vendors' flags, before adapters and last layers are considered.
+    """Return the parts that LLaVA's and the vendor's flags choose, before adapters and last layers are considered.
 
     Source: LLaVA's and LLaVA-NeXT's train() (its --freeze_backbone leaves the output layer trainable), and
     qwen-vl-finetune's set_model.
@@ -195,18 +194,18 @@ def chosen_parts(model: ModelArguments) -> frozenset[str]:
     if not model.freeze_mm_mlp_adapter:
         parts.add("projector")
     if not model.tune_mm_mlp_adapter:
-        # Adapters freeze the whole language model: --freeze_backbone then changes nothing.
+        # With adapters, --freeze_backbone changes nothing, because the whole language model is frozen anyway.
         parts.add("output_layer" if model.freeze_backbone and not adapted_parts(model) else "language_model")
     return frozenset(parts)
 
 
 def trains_projector_only(model: ModelArguments) -> bool:
-    """True for stage 1: it writes only a projector."""
+    """True if only the projector trains (stage 1), so the run exports only the projector."""
     return trained_parts(model) == {"projector"} and not adapted_parts(model)
 
 
 def trains_new_rows(model: ModelArguments) -> bool:
-    """True if stage 1 also trains the input embeddings, for the tokens around images.
+    """True if stage 1 also trains the input embeddings, because it adds tokens around images.
 
     Source: LLaVA's initialize_vision_tokenizer.
     """

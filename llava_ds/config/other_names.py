@@ -1,5 +1,5 @@
-"""Hints at unknown flags (names of qwen-vl-finetune, ms-swift, TRL, LLaMA-Factory and DeepSpeed-Chat, and our own), and
-at models that are not on this machine."""
+"""Hints in messages about unknown flags, such as flags of qwen-vl-finetune, ms-swift, TRL, LLaMA-Factory and
+DeepSpeed-Chat, and about models that are not on this machine."""
 
 import argparse
 import re
@@ -11,15 +11,15 @@ from llava_ds.constants import nearest_name
 from llava_ds.extensions.active import flags_class
 from llava_ds.extensions.table import EXTENSIONS
 
-MOST_RELATED = 4  # flags of a hint: more would be guesses
+MOST_RELATED = 4  # maximum number of flags in a hint; more would not help
 
 
 def by_name(names: Mapping[str, str]) -> dict[str, str]:
-    """Invert a mapping from texts to flag names (separated by spaces)."""
+    """Invert a mapping from texts to flag names. Each value is a string of names separated by spaces."""
     return {name: said for said, together in names.items() for name in together.split()}
 
 
-# Other trainers' names for our flags, where the most similar of our names would mislead.
+# Our flags -> other trainers' names for them that are less similar to the right flag than to another one.
 ELSEWHERE = by_name(
     {
         "--data_path": (
@@ -79,7 +79,7 @@ ELSEWHERE = by_name(
     }
 )
 
-# Flags without a counterpart here, and the reason.
+# Reasons why flags of other trainers are not needed here -> these flags.
 NOT_HERE = by_name(
     {
         "the tower trains with --unfreeze_mm_vision_tower alone": "--freeze_vision_tower --freeze_vit",
@@ -99,8 +99,8 @@ NOT_HERE = by_name(
 
 
 def unknown_flags(unknown: list[str], known: Mapping[str, argparse.Action | None]) -> Iterator[str]:
-    """Yield a line for every flag that the parser does not know, with our name for it. known: all options with their
-    actions; None for options of another parser."""
+    """Yield a line with a hint for every unknown flag. unknown: the arguments that the parser did not accept; known:
+    all options and their actions, None for options of another parser."""
     after_flag = False
     sections = list(map(flags_class, EXTENSIONS))
     elsewhere = ELSEWHERE | {name: ours for each in sections for name, ours in by_name(each.other_names).items()}
@@ -126,10 +126,10 @@ def unknown_flags(unknown: list[str], known: Mapping[str, argparse.Action | None
 
 
 def related(flag: str, known: Iterable[str], otherwise: str) -> str:
-    """Hint at known flags that share words with an unknown one; `otherwise` if none does.
+    """Return a hint with the known flags that share words with an unknown flag, or `otherwise` if there are none.
 
-    A flag is related if it begins with all of the unknown flag's words, or if both have as many words, at least three,
-    begin with the same one, and differ in one.
+    A known flag is related if it begins with all words of the unknown flag, or if both have the same number of words,
+    at least three, the same first word, and only one different word.
     """
     words = _words(flag)
     others = {each: _words(each) for each in known if each.startswith("--") and "-" not in each[2:]}
@@ -152,7 +152,7 @@ def _is_number(text: str) -> bool:
 
 
 def hub_hint(*paths: str) -> str:
-    """End of a message about missing model folders: the commands that download those that may be names on the hub."""
+    """Return the end of a message about missing model folders: commands to download those that look like hub names."""
     names = [path for path in paths if re.fullmatch(r"[\w-]+/[\w.-]+", path)]
     loads = " && ".join(f"hf download {name} --local-dir models/{name.split('/')[1]}" for name in names)
     return f"; if it is a name on the hub, download it ({loads}) and give that folder" if names else ""

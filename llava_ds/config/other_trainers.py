@@ -1,19 +1,19 @@
-"""Flags of LLaVA's scripts that are accepted without effect, and other scripts' values of --gradient_checkpointing.
+"""Flags of LLaVA's scripts that are accepted without effect, and synonyms for values of --gradient_checkpointing.
 
-Flags of other trainers that have a different name here are in config/other_names.py.
+For flags of other trainers that have a different name here see config/other_names.py.
 """
 
 NO = ("False", "false", "0")
 
-# Values of --gradient_checkpointing: True and False in LLaVA's and Hugging Face's scripts.
+# Accepted values of --gradient_checkpointing. LLaVA's and Hugging Face's scripts give True or False.
 CHECKPOINTING = {
     **{name: name for name in ("off", "all", "auto")},
     **dict.fromkeys(("true", "t", "yes", "y", "1"), "all"),
     **dict.fromkeys(("false", "f", "no", "n", "0"), "off"),
 }
 
-# Flags of LLaVA's and LLaVA-NeXT's scripts that change nothing: the allowed values (None: any), and the reason why no
-# code reads them. Those given are printed at the start of a run.
+# Flags of LLaVA's and LLaVA-NeXT's scripts that have no effect here: the accepted values (None: any), and the reason.
+# If they are given, the reason is printed at the start of a run.
 WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "mm_resampler_type": (("None", "none", ""), "no resampler exists between tower and projector"),
     "image_crop_resolution": (None, "the ways of cropping images that read it are not supported"),
@@ -29,7 +29,7 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
 
 
 def without_effect(values: object) -> tuple[list[str], list[str]]:
-    """Lines for the given flags of WITHOUT_EFFECT: problems, and notes. values: by attribute."""
+    """Return problems with given flags of WITHOUT_EFFECT, and notes on them. values: has the flags as attributes."""
     problems, notes = [], []
     for name, (allowed, reason) in WITHOUT_EFFECT.items():
         value = getattr(values, name)

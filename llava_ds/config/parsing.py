@@ -1,4 +1,4 @@
-"""Parse a command line and a recipe to checked flags. Every problem is found before anything is built."""
+"""Parse a command line and a recipe, and check the flags. All problems are reported before anything is built."""
 
 import argparse
 import contextlib
@@ -32,15 +32,15 @@ KINDS = {int: "not a whole number", float: "not a number", string_to_bool: "neit
 
 
 class _Parser(HfArgumentParser):
-    """Parser whose errors are ConfigErrors. wrong: list that collects a line for each invalid value (the flag then gets
-    its default); None to raise ConfigError for the first."""
+    """Parser that raises ConfigError. wrong: a list that collects a line for each invalid value, in which case the flag
+    gets its default; None to raise ConfigError for the first invalid value."""
 
     wrong: list[str] | None = None
 
     def add_argument(self, *names: str, flag: Flag | None = None, **options: object) -> argparse.Action:
-        """Add an option. flag: its declaration, from which --help takes group and kind.
+        """Add an option. flag: its declaration, for its group and kind in --help.
 
-        Extensions that add values to one flag may use the same option name, because no run loads two of them.
+        An option may be added again: extensions that no run combines may have options of the same name.
         """
         for name in names:
             self._option_string_actions.pop(name, None)
@@ -52,13 +52,13 @@ class _Parser(HfArgumentParser):
         raise ConfigError("\n".join([*(self.wrong or ()), in_a_line(message)]))
 
     def _get_value(self, action: argparse.Action, text: str) -> object:
-        """Convert a text and check the choices."""
+        """Convert an argument to the flag's type, and check it against the flag's choices."""
         try:
             value = super()._get_value(action, text)
             super()._check_value(action, value)
             return value
         except argparse.ArgumentError as error:
-            # Replaces argparse's "invalid int value".
+            # Replace argparse's message, "invalid int value".
             is_plain = action.type in KINDS and action.choices is None
             why = f"--{action.dest} {in_short(text)} is {KINDS[action.type]}" if is_plain else in_a_line(str(error))
             if self.wrong is None:
@@ -67,7 +67,7 @@ class _Parser(HfArgumentParser):
             return action.default
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
-        """Do nothing: _get_value has checked it."""
+        """Do nothing, because _get_value has checked the value."""
 
     def format_help(self, topic: str | None = None) -> str:
         """Format the flags by group. topic: see help_text."""
@@ -76,15 +76,15 @@ class _Parser(HfArgumentParser):
         return help_text(self, topic)
 
     def add_values(self, trigger: Trigger) -> None:
-        """Add an extension's values to the flags of the core."""
+        """Add an extension's values to the choices of core flags."""
         for name, values in trigger.adds.items():
             action = self._option_string_actions[f"--{name}"]
             action.choices = [*action.choices, *values]
             action.help = "; ".join([action.help[:-1], *(f"{value}: {text}" for value, text in values.items())]) + "."
 
     def parse_known_args(self, args=None, namespace=None):
-        """Also accepts --deepspeed without a value together with --deepspeed_config (add_config_arguments' switch), and
-        ranges of values that begin with a minus."""
+        """Parse as argparse does. In addition, accept the switch --deepspeed of DeepSpeed's add_config_arguments if
+        --deepspeed_config is given, and values of --image_value_range that begin with a minus."""
         if args is not None and any(token.split("=", 1)[0] == "--deepspeed_config" for token in args):
             pairs = zip(args, [*args[1:], "--"])
             args = [token for token, after in pairs if token != "--deepspeed" or not after.startswith("--")]
@@ -92,7 +92,7 @@ class _Parser(HfArgumentParser):
 
 
 def _joined_ranges(args: list[str]) -> list[str]:
-    """Join --image_value_range and a value like -1000,3000 to one argument: the value looks like an option."""
+    """Join --image_value_range and its value to one argument, because a value like -1000,3000 looks like an option."""
     names, joined = ("--image_value_range", "--image-value-range"), []
     for token in args:
         if joined and joined[-1] in names:
@@ -111,8 +111,7 @@ class _Help(argparse.Action):
 
 
 def build_parser(extensions: Iterable[str] = EXTENSIONS) -> HfArgumentParser:
-    """Build the parser of run/train.py, with the flags of some extensions. With all extensions, its --help all is the
-    reference."""
+    """Build the parser of run/train.py with the flags of the core and these extensions (default: all extensions)."""
     sections = [*SECTIONS, *map(flags_class, extensions)]
     parser = _Parser(
         sections,
@@ -146,11 +145,11 @@ def build_parser(extensions: Iterable[str] = EXTENSIONS) -> HfArgumentParser:
 def parse_arguments(
     argv: list[str], defaults: dict[str, object] | None = None, to_train: bool = True, own_flags: Collection[str] = ()
 ) -> tuple[Arguments, list[str]]:
-    """Parse and check the flags. Returns them with ~ in paths expanded, and a line for each given flag without effect.
+    """Parse and check the flags. Returns them with ~ in paths expanded, and notes to print.
 
-    argv: the command line without the program's name; defaults: flags below the recipe in precedence, which do not
-    count as given; to_train: also check requirements of training; own_flags: the script's other flags, for hints at
-    misspelled ones. Raises ConfigError that lists every problem found, and which of its flags come from a recipe.
+    argv: the command line without the program's name; defaults: values of flags that neither argv nor the recipe gives,
+    which do not count as given; to_train: also check requirements of training; own_flags: other flags of the script,
+    to suggest them. Raises ConfigError that lists all problems, and which of the flags come from a recipe.
     """
     try:
         return _parsed(argv, defaults, to_train, own_flags)
@@ -164,9 +163,9 @@ def parse_arguments(
 
 
 def recipe_values(argv: list[str], defaults: dict[str, object] | None = None) -> dict[str, str]:
-    """Describe in a sentence each flag that a recipe sets and the command line does not: its value and the recipe.
+    """Return, for each flag that a recipe but not the command line sets, a sentence with its value and the recipe.
 
-    defaults: from the tiny model's recipe. Raises ConfigError for a recipe that can't be read.
+    defaults: flags of the tiny model's recipe. Raises ConfigError if the recipe of argv can't be read.
     """
     path, written = recipe_of(argv), _written(argv)
     recipe, defaults = _without_contradictions({} if path is None else read_recipe(path), defaults or {}, written)
@@ -176,14 +175,14 @@ def recipe_values(argv: list[str], defaults: dict[str, object] | None = None) ->
 
 
 def explained(message: str, sources: Mapping[str, str]) -> str:
-    """Append a line to a message for each of its flags that a recipe set. sources: sentences by flag name."""
+    """Append to a message the sentence about each flag that it names. sources: sentences by flag (recipe_values)."""
     named = dict.fromkeys(_flags_in(message))
     lines = [sources[name] for name in named if name in sources and sources[name] not in message]
     return "\n".join([message, *lines])
 
 
 def _flags_in(text: str) -> list[str]:
-    """Names of the flags in a text."""
+    """Return the names of the flags in a text."""
     return re.findall(r"(?<![\w-])--(\w+)", text)
 
 
@@ -225,8 +224,7 @@ def _parsed(
     not_supported, notes = without_effect(rest)
     problems += [*not_supported, *problems_of(args, to_train)]
     if wrong:
-        # Don't report further problems of these flags, or of flags that may have been meant: correct values may not
-        # have them.
+        # Leave out other problems with the flags that these messages name: they may go away with correct values.
         unsure = set(_flags_in("\n".join(wrong)))
         raise ConfigError("\n".join([*wrong, *(each for each in problems if unsure.isdisjoint(_flags_in(each)))]))
     if problems:
@@ -236,7 +234,7 @@ def _parsed(
 
 
 def _load_plugins(argv: list[str], recipe: object = None) -> None:
-    """Load the files of --plugin (by default, those of the recipe), and no others."""
+    """Load the files of --plugin, or of the recipe if the command line has none, and unload other plugins."""
     if recipe is not None or "plugin" in _written(argv) or plugins():
         from llava_ds.config.plugins import load_named
 
@@ -244,7 +242,7 @@ def _load_plugins(argv: list[str], recipe: object = None) -> None:
 
 
 def _chosen_values(words: list[str]) -> dict[str, str]:
-    """Values on a command line for flags to which extensions add values."""
+    """Return the values on a command line of core flags to which extensions add values, by flag."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in dict.fromkeys(name for trigger in EXTENSIONS.values() for name in trigger.adds):
         parser.add_argument(f"--{name}", nargs="?")
@@ -252,12 +250,12 @@ def _chosen_values(words: list[str]) -> dict[str, str]:
 
 
 def _written(argv: Sequence[str]) -> set[str]:
-    """Names of the flags on a command line, with underscores."""
+    """Return the names of the flags on a command line, with underscores instead of hyphens."""
     return {token[2:].split("=", 1)[0].replace("-", "_") for token in argv if token.startswith("--")}
 
 
 def _without_contradictions(recipe: dict, defaults: dict, written: set[str]) -> tuple[dict, dict]:
-    """Remove flags from recipe and defaults that the command line contradicts under another name."""
+    """Return the recipe and the defaults without flags that other flags on the command line contradict."""
     if {"per_device_train_batch_size", "gradient_accumulation_steps"} <= written:
         recipe = {name: value for name, value in recipe.items() if name != "train_batch_size"}
     if "eval_data_path" in written:
@@ -266,7 +264,7 @@ def _without_contradictions(recipe: dict, defaults: dict, written: set[str]) -> 
 
 
 def _with_full_paths(args: Arguments) -> Arguments:
-    """Expand ~ in paths, and find files of ds_configs/ by name."""
+    """Expand ~ in paths, and replace the name of a file in ds_configs/ by its path."""
     flags = args.flags
     paths = {name: value for name, value in args.as_dict().items() if flags[name].path and isinstance(value, str)}
     args = args.replaced(**{name: os.path.expanduser(value) for name, value in paths.items()})
@@ -278,7 +276,7 @@ def _with_full_paths(args: Arguments) -> Arguments:
 
 
 def _converted(args: Arguments) -> tuple[Arguments, list[str]]:
-    """Convert flags that take words as well as numbers or True and False. Also returns a line for each invalid
+    """Convert flags whose values may be words or numbers, or have synonyms. Also returns a line for each invalid
     value."""
     values, problems = {}, []
     word = args.training.gradient_checkpointing
@@ -312,7 +310,7 @@ def _converted(args: Arguments) -> tuple[Arguments, list[str]]:
 
 
 def _trackers(value: str | list[str] | None) -> tuple[str | None, list[str]]:
-    """Convert --report_to to names separated by commas (None if it was not given). Also returns the unknown names."""
+    """Return the trackers of --report_to, separated by commas (None if it was not given), and the unknown names."""
     if value is None:
         return None, []
     words = [value] if isinstance(value, str) else value
@@ -325,9 +323,10 @@ def _trackers(value: str | list[str] | None) -> tuple[str | None, list[str]]:
 
 
 def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
-    """Select the tiny model's recipe for the stage of a command line; empty if the user names a model or a recipe.
+    """Return the flags of the tiny model's recipe for this stage; {} if the user names a model or a recipe.
 
-    Eval samples are not split off the user's own data, or when answers are sampled, unless a flag requests it.
+    With the user's own data, or if training samples answers, the recipe's eval flags are left out unless a flag on the
+    command line requests an eval.
     """
     flags = _written(argv)
     if flags & {"model_name_or_path", "recipe"}:
@@ -335,7 +334,7 @@ def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
     _load_plugins(argv)
     tokens = [token for token in argv if token not in ("-h", "--help")]  # --help is handled later, with all sections
     parser = build_parser(())
-    parser.wrong = []  # parse_arguments reports these
+    parser.wrong = []  # ignore invalid values here; parse_arguments reports them
     written = parser.parse_known_args(tokens)[0]
     defaults = read_recipe(recipes / f"tiny-{'pretrain' if written.tune_mm_mlp_adapter else 'finetune'}.yaml")
     traits = traits_of(written.objective, loaded({}, [written]))

@@ -1,4 +1,4 @@
-"""Calls of a plugin's functions: their arguments, what they return, and the place of an error. For --plugin only."""
+"""Check the arguments and results of a plugin's functions, and locate errors in them. Used with --plugin only."""
 
 import inspect
 import logging
@@ -19,7 +19,7 @@ TYPES = {"int": int, "dict": dict, "Mapping": Mapping, "list": list, "tuple": tu
 TYPES |= {"Module": "named_parameters", "Objective": "scales", "EncodedDataset": "fingerprint", "Tensor": "dtype"}
 TYPES |= {"ModelPlan": "text_config", "Axis": "divides_model", "str": str, "None": type(None)}
 ELEMENTS = {"str": str, "dict": dict, "Window": "micro_batches", "Tensor": "dtype"}  # types of elements
-# Report errors in these at once: they run in other processes, or where the model's folder would be blamed.
+# Convert errors of these functions at once: they run in other processes, or in code that blames the model's folder.
 CAUGHT = {"module": ConfigError, "build": ConfigError, "convert": DataError, "load": DataError}
 
 
@@ -41,7 +41,7 @@ def returned(function: object, found: object, expected: str) -> ConfigError:
 
 
 def described(value: object) -> str:
-    """Describe a value in a few words: of tensors, also in a tuple or dictionary, dtype, shape and device."""
+    """Describe a value briefly. Tensors, also in a tuple or dictionary, are described by dtype, shape and device."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         kind = "" if type(value).__name__ in ("Tensor", "Parameter") else f"{type(value).__name__} "
         return (
@@ -56,7 +56,7 @@ def described(value: object) -> str:
 
 @contextmanager
 def last_returned() -> Iterator[list]:
-    """Record what a plugin's function returned last: yields a list that gets its code, line and value."""
+    """Record the last return of a plugin's function. Yields a list that is set to its code, line and value."""
     files, found, before = _files(), [], sys.getprofile()
 
     def record(frame: FrameType, event: str, value: object) -> None:
@@ -76,9 +76,9 @@ def _files() -> set[str]:
 
 
 def error_of_plugin(error: BaseException, files: Collection[str] = ()) -> str | None:
-    """Describe an error by the innermost line of a plugin that led to it, or None.
+    """Describe an error and the innermost line of a plugin in its traceback; None if no plugin is in it.
 
-    files: by default those of all loaded plugins. With --verbose, prints the traceback.
+    files: the plugins' files, by default of all loaded plugins. With --verbose, the traceback is printed.
     """
     files, frames = files or _files(), []
     while error is not None and not frames:
@@ -100,9 +100,9 @@ def error_of_plugin(error: BaseException, files: Collection[str] = ()) -> str | 
 
 
 def checked(function: Callable, takes: object, gives: object, name: str) -> Callable:
-    """Wrap a function of a plugin so that its result is checked. Raises ConfigError if it takes other arguments.
+    """Wrap a plugin's function to check its results. Raises ConfigError if its signature has the wrong arguments.
 
-    takes: the arguments' names, None for any; gives: the annotation of the result; name: of the slot or method.
+    takes: names of the arguments, None for any; gives: annotation of the result; name: name of the slot or method.
     """
     if takes is not None:
         signature = inspect.signature(function)
@@ -116,7 +116,7 @@ def checked(function: Callable, takes: object, gives: object, name: str) -> Call
     kinds = [TYPES.get(each.partition("[")[0].rpartition(".")[2]) for each in expected.split(" | ")]
     kind = None if None in kinds or expected == "None" else kinds[0] if len(kinds) == 1 else tuple(kinds)
     inner = expected.partition("[")[2]
-    length = inner.count(",") + 1  # of a tuple
+    length = inner.count(",") + 1  # number of elements, if it is a tuple
     inner = ELEMENTS.get(inner.partition("[")[0].rpartition(", ")[2].rstrip("]").rpartition(".")[2])
 
     @wraps(function)
@@ -126,7 +126,7 @@ def checked(function: Callable, takes: object, gives: object, name: str) -> Call
             if kind == "named_parameters" and hasattr(found, kind):
                 _check_module(function, found)
         except Exception as error:
-            if isinstance(error, TypeError) and error.__traceback__.tb_next is None:  # no line of it ran
+            if isinstance(error, TypeError) and error.__traceback__.tb_next is None:  # the call itself failed
                 raise CAUGHT.get(name, ConfigError)(f"{place(function)}: {error}: write other arguments") from error
             if isinstance(error, (ConfigError, DataError)) or name not in CAUGHT:
                 raise
@@ -151,8 +151,8 @@ def checked(function: Callable, takes: object, gives: object, name: str) -> Call
 
 
 def _is_of(found: object, kind: type | tuple | str | None) -> bool:
-    """True if a value is an instance of one of these classes, or has an attribute; always for None."""
-    if kind is Iterable and isinstance(found, str):  # whose elements are letters
+    """True if a value is an instance of the class, or has the attribute, or if kind is None. kind: one or several."""
+    if kind is Iterable and isinstance(found, str):  # a string is iterable, too, but surely a mistake
         return False
     kinds = kind if isinstance(kind, tuple) else (kind,)
     return any(
@@ -161,7 +161,7 @@ def _is_of(found: object, kind: type | tuple | str | None) -> bool:
 
 
 def _elements(function: Callable, found: Iterable, kind: type | str | None, expected: str) -> Iterator:
-    """Yield the elements. Raises ConfigError if one is not of this kind."""
+    """Yield the elements of a result. Raises ConfigError for an element of another kind."""
     for each in found:
         if not _is_of(each, kind):
             raise returned(function, each, f"elements of {expected}")
@@ -169,7 +169,7 @@ def _elements(function: Callable, found: Iterable, kind: type | str | None, expe
 
 
 def _windows(function: Callable, found: Iterator, part: object, done: int) -> Iterator:
-    """Yield the windows of the steps after `done`. Raises ConfigError for too few, and for one that comes twice."""
+    """Yield the windows of the steps after `done`. Raises ConfigError for too few windows, and for a repeated one."""
     count, seen = 0, WeakValueDictionary()
     for each in found:
         if not each.micro_batches:
@@ -186,7 +186,7 @@ def _windows(function: Callable, found: Iterator, part: object, done: int) -> It
 
 
 def _check_groups(function: Callable, found: list, plain: list[dict]) -> None:
-    """Raise ConfigError for groups without a learning rate, and for a parameter that is in two of them or in none."""
+    """Raise ConfigError if a parameter group has no rate, or if a parameter is in two groups or in none."""
     is_right = found and all(isinstance(one, dict) and {"params", "lr"} <= {*one} for one in found)
     params = [each for one in found for each in one["params"]] if is_right else []
     rates = [one["lr"] for one in found] if is_right else []
@@ -203,7 +203,7 @@ def _check_groups(function: Callable, found: list, plain: list[dict]) -> None:
 
 
 def _check_loaded(function: Callable, found: Mapping, names: Collection[str]) -> None:
-    """Raise DataError for values that are not CPU tensors, and for keys not in `names`."""
+    """Raise DataError if a loaded value is not a CPU tensor, or if its key is not in `names`."""
     for key, value in found.items():
         if key not in names:
             raise DataError(f"{place(function)} returned the key {key!r}, expected one of {', '.join(names)}")
@@ -212,7 +212,7 @@ def _check_loaded(function: Callable, found: Mapping, names: Collection[str]) ->
 
 
 def _check_module(function: Callable, module: object) -> None:
-    """Raise ConfigError for parameters without values, missing in the state, or not of torch's default dtype."""
+    """Raise ConfigError if a parameter has no values, is not in state_dict(), or has not torch's default dtype."""
     import torch
 
     state, names = module.state_dict(), {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -241,8 +241,8 @@ def _check_module(function: Callable, module: object) -> None:
 
 
 def _check_attribute(owner: type, name: str, plain: object) -> None:
-    """Wrap a property that a plugin's class overrides. Raises ConfigError for a method in its place, and for a value of
-    another type, or a smaller number, than the base class's."""
+    """Wrap a property that a plugin's class overrides, to check its values. Raises ConfigError if it is a method, has
+    another type than the base class's value, or is a smaller number."""
     own, kind = vars(owner)[name], {dict: Mapping, tuple: Sequence}.get(type(plain), type(plain))
     if isinstance(plain, property) and inspect.isfunction(own):
         raise ConfigError(f"{place(own)}: {name} is a property: write @property above it")
@@ -256,7 +256,7 @@ def _check_attribute(owner: type, name: str, plain: object) -> None:
 
 
 def check_class(kind: type) -> None:
-    """Wrap the methods that a plugin's class overrides. Raises ConfigError for other arguments, or a missing method."""
+    """Check and wrap the methods that a plugin's class overrides. Raises ConfigError for wrong or missing ones."""
     bases = [each for each in kind.__mro__ if each.__module__ != kind.__module__]
     for base in bases[:-1]:
         for name, plain in vars(base).items():

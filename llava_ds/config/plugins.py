@@ -1,4 +1,4 @@
-"""Load the files of --plugin: each becomes an extension, like a folder of extensions/. Only loaded with the flag."""
+"""Load the files of --plugin. Each becomes an extension, like a folder of extensions/. Imported only with --plugin."""
 
 import argparse
 import collections
@@ -32,9 +32,9 @@ from llava_ds.extensions.base import (
 from llava_ds.extensions.plugin_slots import ProjectorKind, RecordFields
 from llava_ds.extensions.table import EXTENSIONS, Trigger
 
-# Core flags to which a plugin can add its own name as a value, through Extension.choices.
+# Core flags to which a plugin can add its name as a value by Extension.choices, and the class of the choice.
 CHOICES = {"mm_projector_type": ProjectorKind}
-# Slots that need an entry in the extension table, so only a folder can have them.
+# Slots that only folders of extensions/ can have, because they need an entry in the table of extensions.
 OF_FOLDERS = ("store", "folder", "open_folder", "text")
 OF_CHECKPOINTS = (".*", "engine", "latest", "manifest.json", "trainer.json", "layout-*", "random-*", "zero_to_*")
 CALLED = ("check", "fits", "plan", "open_data", "complete", "module", "beside", "objective")
@@ -44,7 +44,7 @@ UNTRIED = dict.fromkeys(("whole_matrices", "whole_layers", "whole_sample", "one_
 
 
 def load_named(argv: Sequence[str], recipe: object = None) -> None:
-    """Load the files that a command line names, by default those of the recipe. Raises ConfigError."""
+    """Load the plugins that a command line names, or else those of the recipe. Raises ConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--plugin", nargs="+", action="extend", default=[])
     try:
@@ -55,9 +55,9 @@ def load_named(argv: Sequence[str], recipe: object = None) -> None:
 
 
 def load(files: Iterable[str]) -> None:
-    """Load plugins, and forget plugins that an earlier run in this process loaded. Raises ConfigError.
+    """Load plugins, and unload other plugins that this process loaded before. Raises ConfigError.
 
-    Several paths in a text are separated by commas.
+    files: paths, or several paths separated by commas.
     """
     given = [_read(file.strip()) for text in files for file in text.split(",")]
     for name in active.plugins():
@@ -72,7 +72,7 @@ def load(files: Iterable[str]) -> None:
 
 
 class _File(NamedTuple):
-    """A plugin's file."""
+    """A plugin's file, its source, and the SHA-256 of the source."""
 
     path: Path
     source: bytes
@@ -97,7 +97,7 @@ def _forget(name: str) -> None:
 
 
 def _load(name: str, file: _File) -> None:
-    """Run a file, and enter its extension in the table."""
+    """Run a plugin's file, check its extension, and add the extension to EXTENSIONS."""
     where = f"--plugin {file.path}"
     module = _run(name, file)
     extension, flags = getattr(module, "extension", None), getattr(module, "Flags", None)
@@ -147,7 +147,7 @@ def _load(name: str, file: _File) -> None:
 
 
 def _check_slots(extension: Extension, where: str) -> None:
-    """Raise ConfigError for a slot whose value can't be used."""
+    """Raise ConfigError if a slot of the extension has an invalid value."""
     for slot in OF_FOLDERS:
         if getattr(extension, slot) is not None:
             raise ConfigError(
@@ -177,7 +177,7 @@ def _check_slots(extension: Extension, where: str) -> None:
 
 
 def _check_state(state: StatePart, where: str) -> None:
-    """Raise ConfigError for a file that would be outside a checkpoint, or is one of its own."""
+    """Raise ConfigError if the state's file would be outside a checkpoint, or would replace one of its files."""
     file = state.file
     is_name = isinstance(file, str) and os.path.basename(file) == file != ""
     if not is_name or any(fnmatch.fnmatch(file, own) for own in OF_CHECKPOINTS):
@@ -185,7 +185,7 @@ def _check_state(state: StatePart, where: str) -> None:
 
 
 def _checked(extension: Extension, module: ModuleType) -> Extension:
-    """Check the arguments of all functions, and return the extension with functions whose results are checked."""
+    """Check the signatures of all functions, and wrap the functions to check their results. Returns the extension."""
     values = map(type, (extension.wrap, extension.fields, extension.adapter, *extension.choices.values()))
     for kind in (extension.part, *(hook for _, hook in extension.hooks), *values):
         if isinstance(kind, type) and kind.__module__ == module.__name__:
@@ -201,12 +201,12 @@ def _checked(extension: Extension, module: ModuleType) -> Extension:
 
 
 def _run(name: str, file: _File) -> ModuleType:
-    """Run a file as a module. Raises ConfigError with the line for anything that ends it."""
+    """Run a file as a module. Raises ConfigError that names the line of any error, or of an exit."""
     full, path = f"llava_ds.extensions.{name}.extension", file.path
     module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(full, path))
     sys.modules[full] = module
     try:
-        # Don't use the loader: it would read the file again, and the digest must match the code that runs.
+        # Don't use the loader (it would read the file again): the digest must be that of the code that runs.
         exec(compile(file.source, path, "exec"), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[full]
@@ -219,7 +219,7 @@ def _run(name: str, file: _File) -> ModuleType:
 
 
 def _hint(error: BaseException, path: Path) -> str:
-    """Suggest a slot for an unknown name, and what to do about a file that can't be read or imported."""
+    """Return a hint to append to an error's message, for example the right name of a slot; "" if there is none."""
     if isinstance(error, SyntaxError) and ("unicode error" in error.msg or "null bytes" in error.msg):
         return ": save the file as UTF-8"
     if isinstance(error, ModuleNotFoundError) and (path.parent / f"{error.name.rpartition('.')[2]}.py").exists():
@@ -233,7 +233,7 @@ def _hint(error: BaseException, path: Path) -> str:
 
 
 def _flags(name: str, given: object, extension: Extension, where: str) -> type[ExtensionFlags]:
-    """Return the plugin's class of flags, completed."""
+    """Check the plugin's class of flags, and set the attributes that it does not define. Returns the class."""
     is_class = isinstance(given, type) and issubclass(given, ExtensionFlags) and "__dataclass_fields__" in vars(given)
     if given is not None and not is_class:
         raise ConfigError(f"{where}: Flags: give a frozen dataclass of extensions/base.py's ExtensionFlags")
@@ -263,13 +263,13 @@ def _flags(name: str, given: object, extension: Extension, where: str) -> type[E
 
 
 def _changes_model(wrap: Wrap | None) -> bool:
-    """True if a wrap has a method that is only called for flags of the model."""
+    """True if a wrap overrides a method that is called only for extensions that change the model."""
     names = [name for name in vars(Wrap) if name[0] != "_" and name not in ("groups", "kernels", "started")]
     return isinstance(wrap, Wrap) and any(getattr(type(wrap), name) is not getattr(Wrap, name) for name in names)
 
 
 def _check_numbers(given: type[ExtensionFlags], where: str) -> None:
-    """Raise ConfigError for numbers of the log that can't be shown."""
+    """Raise ConfigError if a number for the log can't be formatted."""
     for number in () if isinstance(given.numbers, property) else given.numbers.values():
         try:
             number.bar.format(0.5)
@@ -288,7 +288,7 @@ def _requested_by(flags: ExtensionFlags, where: str) -> str:
 def _problems(
     flags: ExtensionFlags, plain: Callable, extension: Extension, where: str, args: Arguments
 ) -> Iterator[str]:
-    """Yield the problems of the flags, and of slots that other features would ignore."""
+    """Yield problems of the flags, and of slots that other features of the run would ignore."""
     yield from plain(flags, args)
     rate = flags.module_rate
     if rate is not None and not (isinstance(rate, (int, float)) and 0 <= rate < math.inf):

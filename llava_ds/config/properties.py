@@ -1,7 +1,7 @@
-"""Requirements and effects of a run's features: one check of all pairs, with one message.
+"""Check that no feature of a run breaks a property that another feature needs.
 
-Extensions declare them in their flags (ExtensionFlags.needs and .breaks), the core in core_features, and a model's
-folder where it is read.
+Extensions declare needed and broken properties in their flags (ExtensionFlags.needs and .breaks), and the core in
+core_features.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -15,8 +15,8 @@ from llava_ds.extensions.base import PROPERTIES
 
 
 class Feature(NamedTuple):
-    """A feature of a run. name: its flag as written, or words for a property of the model's folder; needs: required
-    keys of PROPERTIES, with reasons (possibly empty); breaks: keys that it makes false."""
+    """A feature of a run. name: the flag with its value, or a description; needs: the keys of PROPERTIES that it needs,
+    with the reasons ("" for none); breaks: the keys of PROPERTIES that do not hold with it."""
 
     name: str
     needs: Mapping[str, str] = {}
@@ -24,13 +24,13 @@ class Feature(NamedTuple):
 
 
 def features(args: Arguments) -> list[Feature]:
-    """Collect the requested features that need or break a property."""
+    """Return the features of the run that need or break a property."""
     own = (feature for flags in args.own.values() for feature in flags.features())
     return [*core_features(args), *(Feature(*feature) for feature in own)]
 
 
 def clashes(found: Collection[Feature]) -> list[str]:
-    """Describe every pair of features where one needs a property that the other breaks (the first such property)."""
+    """Return a line for every pair of features of which one breaks a property that the other needs. Names the first."""
     lines: dict[tuple[str, str], str] = {}
     for needing, breaking in product(found, found):
         for needed, why in needing.needs.items():
@@ -64,7 +64,7 @@ def core_features(args: Arguments) -> Iterator[Feature]:
 
 
 def _ways_to_train(args: Arguments) -> Iterator[Feature]:
-    """Yield features about which parts train."""
+    """Yield the features that concern the trained parts."""
     model = args.model
     if "language_model" not in trained_parts(model) | adapted_parts(model):
         yield Feature("--tune_mm_mlp_adapter or another flag that chooses trained parts", breaks=("trained_layers",))
@@ -76,7 +76,7 @@ def _ways_to_train(args: Arguments) -> Iterator[Feature]:
 
 
 def _ways_to_run(args: Arguments) -> Iterator[Feature]:
-    """Yield features about how the run trains."""
+    """Yield the features that concern memory and speed."""
     training = args.training
     if training.gradient_checkpointing == "auto":
         yield Feature("--gradient_checkpointing auto", {"whole_layers": "it measures a whole model"})

@@ -8,7 +8,7 @@ from llava_ds.constants import ConfigError, in_short
 from llava_ds.files.writing import path_problem
 
 _PACKAGE = Path(__file__).parents[1]
-# In a checkout next to the package, after pip install inside it (setup.py).
+# In a checkout, run/ and ds_configs/ are next to the package; setup.py installs them inside the package.
 _ROOT = _PACKAGE if (_PACKAGE / "run").is_dir() else _PACKAGE.parent
 RUN = _ROOT / "run"
 RECIPES = RUN / "recipes"
@@ -20,19 +20,19 @@ FLAT = "a YAML mapping of flag names to single values"
 
 
 def found(path: str, shipped: Path, suffix: str) -> str:
-    """Return a user's path, or the shipped file of this name if nothing exists at the path.
+    """Return the user's path, or the path of a shipped file of this name if the user's path does not exist.
 
-    "zero3", "zero3.json" and "ds_configs/zero3.json" all find ds_configs/zero3.json, also outside the checkout.
+    "zero3", "zero3.json" and "ds_configs/zero3.json" find ds_configs/zero3.json from any working directory.
     """
     given = Path(path)
-    file = shipped / (given.name if given.suffix == suffix else f"{given.name}{suffix}")  # names have dots
+    file = shipped / (given.name if given.suffix == suffix else f"{given.name}{suffix}")  # a name may contain dots
     parent = given.parent.as_posix()
     named = parent == "." or shipped.as_posix().endswith(f"/{parent}")
     return str(file) if named and not os.path.exists(os.path.expanduser(path)) and os.path.isfile(file) else path
 
 
 def recipe_of(argv: list[str]) -> str | None:
-    """Find the recipe named on a command line; the last one counts, as for every flag."""
+    """Return the path of --recipe on a command line, or None. If it is repeated, the last one counts."""
     path = None
     for i, token in enumerate(argv):
         if token.startswith("--recipe="):
@@ -45,8 +45,8 @@ def recipe_of(argv: list[str]) -> str | None:
 
 
 def read_recipe(path: str | Path) -> dict[str, object]:
-    """Read the flags of a recipe. Raises ConfigError if it is not a flat mapping of scalars."""
-    import yaml  # slow for a command that has no recipe
+    """Read the flags of a recipe. Raises ConfigError if it can't be read or is not a flat mapping of scalars."""
+    import yaml  # not at the top, because it slows down commands without a recipe
 
     if problem := path_problem(str(path)):
         raise ConfigError(f"--recipe {problem}")

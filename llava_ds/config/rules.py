@@ -1,4 +1,4 @@
-"""Checks that concern several flags, or a path: small rules that yield a line per problem."""
+"""Check paths, and combinations of flags: each rule is a function that yields a line per problem."""
 
 import math
 import os
@@ -25,7 +25,7 @@ from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.files.urls import is_remote, local_path
 from llava_ds.files.writing import can_be_made, path_problem, utf8_problem
 
-CHOOSE_DS_CONFIG = "auto"  # value of --deepspeed_config; for a file of that name, write ./auto
+CHOOSE_DS_CONFIG = "auto"  # value of --deepspeed_config (./auto names a file)
 
 # Flags that control how the records of --data_path are read.
 OF_RECORDS = (
@@ -46,12 +46,12 @@ PART_FLAGS = (
     "unfreeze_mm_vision_tower",
 )
 
-# Likely intention of a 0, for flags that refuse it.
+# What a user who gives 0 probably wants, for flags that refuse 0.
 INSTEAD_OF_ZERO = {
     "save_steps": "--save_strategy no saves no checkpoints",
     "save_total_limit": "leave it out to keep all checkpoints",
 }
-# Effect of a 0 for flags that accept it.
+# Effect of the value 0, for flags that accept it.
 SWITCHED_OFF = {
     "eval_steps": "the eval loss is computed at the end only",
     "max_steps": "--num_train_epochs says how long to train",
@@ -64,7 +64,7 @@ Rule = Callable[[Arguments], Iterator[str]]
 
 
 def problems_of(args: Arguments, to_train: bool) -> list[str]:
-    """List every problem of the flags, one per line. to_train: also check requirements of training."""
+    """Return a line for every problem with the flags. to_train: also check requirements of training."""
     zeros = {**INSTEAD_OF_ZERO, **args.zeros}
     problems = [_with_remedy(line, zeros) for line in out_of_bounds(args.as_dict(), map(type, args.sections))]
     problems += [f"--{name} {problem}" for name, value in _paths(args) if (problem := path_problem(value))]
@@ -76,7 +76,7 @@ def problems_of(args: Arguments, to_train: bool) -> list[str]:
         problems += [*_missing_paths(args, only_to_train=True), *_lines(TRAINING_RULES, args)]
         problems += clashes(features(args))
     problems += template_variables(args)
-    # Settings that change the model are checked wherever the model is read.
+    # Check flags that change the model even if the script does not train, because it reads the model.
     problems += [line for flags in args.own.values() if to_train or flags.of_model for line in flags.problems(args)]
     if to_train:
         inactive = [flags_class(name) for name in owners(args.given) if name not in args.own]
@@ -85,7 +85,7 @@ def problems_of(args: Arguments, to_train: bool) -> list[str]:
 
 
 def data_problems(args: Arguments) -> list[str]:
-    """Do problems_of for the flags that control reading; a model's folder may set them."""
+    """Return a line for every problem with paths, and with data flags that a model folder may set."""
     return [*_missing_paths(args, only_to_train=False), *_lines(DATA_RULES, args)]
 
 
@@ -95,7 +95,7 @@ def _with_remedy(line: str, zeros: dict[str, str]) -> str:
 
 
 def switched_off(args: Arguments) -> list[str]:
-    """List the flags given as 0 that switch something off, one per line."""
+    """Return a line for each flag given as 0 that switches something off."""
     values = args.as_dict()
     zeros = {**SWITCHED_OFF, **args.zeros}
     return [f"--{name} 0: {what}" for name, what in zeros.items() if name in args.given and values[name] == 0]
@@ -119,9 +119,9 @@ def _missing_paths(args: Arguments, only_to_train: bool) -> Iterator[str]:
 
 
 def missing_path(name: str, value: str, kind: str, remote: bool = False) -> str | None:
-    """Complete a message about a path that is missing or unsuitable for its flag; None if the path is fine.
+    """Return the end of a message about a path that is missing or unsuitable for its flag; None if the path is fine.
 
-    kind: the flag's Flag.path; remote: its Flag.remote.
+    kind: Flag.path of the flag; remote: Flag.remote of the flag.
     """
     if remote:
         if is_remote(value):
@@ -275,7 +275,7 @@ def checkpoints(args: Arguments) -> Iterator[str]:
 
 
 def trainable_parts(args: Arguments) -> Iterator[str]:
-    """Yield contradictions about a trained part."""
+    """Yield contradictions between flags that choose the trained parts or set rates for them."""
     model, parts = args.model, trained_parts(args.model)
     if model.version == "plain" and "language_model" in parts:
         yield "--version plain is stage 1's template: also give --tune_mm_mlp_adapter True, or give --version v1"
@@ -295,7 +295,7 @@ def trainable_parts(args: Arguments) -> Iterator[str]:
 
 
 def tuning_flags(args: Arguments) -> Iterator[str]:
-    """Check a vendor's flags against LLaVA's."""
+    """Yield contradictions between the vendor's flags and LLaVA's flags that choose the trained parts."""
     model = args.model
     tuned = [name for name in TUNING_FLAGS if getattr(model, name) is not None]
     others = [name for name in PART_FLAGS if getattr(model, name)]
@@ -306,7 +306,7 @@ def tuning_flags(args: Arguments) -> Iterator[str]:
 
 
 def template_variables(args: Arguments) -> Iterator[str]:
-    """Check the form of --chat_template_kwargs; the template itself is read later."""
+    """Check that --chat_template_kwargs can be parsed. The template is read later."""
     if args.model.chat_template_kwargs is None:
         return
     from llava_ds.template_variables import parse_variables
@@ -318,7 +318,7 @@ def template_variables(args: Arguments) -> Iterator[str]:
 
 
 def rows_of_tokens(args: Arguments) -> Iterator[str]:
-    """Check the flags that need --resize_token_embeddings."""
+    """Yield a line for a flag that has no effect without --resize_token_embeddings."""
     model = args.model
     multiple = model.pad_embeddings_to_multiple_of
     if not model.resize_token_embeddings and "pad_embeddings_to_multiple_of" in args.given and multiple is not None:
@@ -329,7 +329,7 @@ def rows_of_tokens(args: Arguments) -> Iterator[str]:
 
 
 def last_layers(args: Arguments) -> Iterator[str]:
-    """Check flags for last layers against parts that train completely, or that have adapters."""
+    """Yield a line for each flag that unfreezes the last layers of a part which trains completely."""
     model, chosen = args.model, chosen_parts(args.model)
     by_parts, by_tuning = model.mm_tunable_parts is not None, any(getattr(model, name) for name in TUNING_FLAGS)
     freezing = {
@@ -343,7 +343,7 @@ def last_layers(args: Arguments) -> Iterator[str]:
 
 
 def objectives(args: Arguments) -> Iterator[str]:
-    """Check flags that only apply to another objective."""
+    """Yield a line for each core flag that does not apply to the run's objective."""
     training, objective = args.training, args.training.objective
     if args.traits.one_answer and training.loss_reduction != "token":
         yield f"--loss_reduction micro_batch is for --objective sft, not {objective}: leave it out"
@@ -352,7 +352,7 @@ def objectives(args: Arguments) -> Iterator[str]:
 
 
 def misplaced(args: Arguments) -> Iterator[str]:
-    """Check flags of extensions that only apply to other values of a core flag."""
+    """Yield a line for each flag of an extension that applies only to other values of a core flag."""
     values = args.as_dict()
     for name in sorted(args.given):
         known: dict[str, list[str]] = {}
@@ -383,6 +383,6 @@ TRAINING_RULES: tuple[Rule, ...] = (
 
 
 def is_installed(package: str) -> bool:
-    """True if a package can be imported; a folder with its name, as created by W&B, does not count."""
+    """True if a package can be imported. A mere folder of its name, such as W&B's wandb/, does not count."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None

@@ -20,14 +20,14 @@ from llava_ds.config.flags import flags_of
 # Values of --report_to; packages and extras have the same names.
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
-# Hugging Face's values of --optim, mapped to the names used here; some are synonyms.
+# Hugging Face's values of --optim -> the names used here. Several values may be synonyms.
 OPTIMS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adamw_torch"),
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit"),
     "paged_adamw_8bit": "paged_adamw_8bit",
 }
 
-# Declarations of flags by group; _free: flags that a resumed run may change freely.
+# Functions that declare flags of a group; the ones named _free declare flags that a resumed run may change freely.
 _run, _run_free = flags_of("run")
 _objective, _ = flags_of("objective")
 _steps, _ = flags_of("steps")
@@ -42,7 +42,7 @@ _checkpoints, _checkpoints_free = flags_of("checkpoints")
 
 @dataclass(frozen=True)
 class TrainingArguments:
-    """Flags of training, and of the files that the run writes."""
+    """Flags for training, and for the files that the run writes."""
 
     deepspeed_config: str | None = _run_free(
         None,
@@ -141,7 +141,7 @@ class TrainingArguments:
         "Use GPU kernels that give the same bits every time, so that a resumed run equals an uninterrupted one bit "
         "for bit. Slower; operations without such a kernel are refused. CPUs don't need the flag.",
     )
-    # Recomputation changes no result, so a run that ran out of memory may resume with another value.
+    # Free on a resume, because recomputation changes no result and a run may have run out of memory.
     gradient_checkpointing: str = _speed_free(
         "off",
         "Activation checkpointing: layers of the language model (and of a tower that trains) whose activations are "
@@ -262,7 +262,7 @@ class TrainingArguments:
 
 
 def steps_go_across_epochs(training: TrainingArguments) -> bool:
-    """True if steps are cut as in LLaVA's trainer (see --steps_across_epochs)."""
+    """True if samples are divided into steps as in LLaVA's trainer (see --steps_across_epochs)."""
     if training.steps_across_epochs is None:
         return training.loss_reduction == "micro_batch"
     return training.steps_across_epochs

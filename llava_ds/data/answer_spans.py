@@ -40,7 +40,7 @@ class AnswerParts(NamedTuple):
         return "n0" in self.values
 
     def marker(self, part: str) -> str:
-        """Marker text of one part."""
+        """Return the marker that replaces a part."""
         return f"\ue000{self.turn}{part}\ue001"
 
 
@@ -90,8 +90,8 @@ def find_answers(
 
 
 def _split(marked: str, values: dict[int, dict[str, str]]) -> tuple[list[str], list[tuple[int, str]]]:
-    """Split a marked text into the texts around markers and each marker's (turn, part). A name that occurs again, as
-    before its call's result, is text. values: part texts by turn index."""
+    """Split a marked text into the texts around markers and each marker's (turn, part). A function's name that
+    occurs again, for example before the result, is text. values: part texts by turn index."""
     seen = set()
 
     def name_again(marker: re.Match) -> str:
@@ -124,9 +124,9 @@ def _length_after(
 ) -> int:
     """Return the number of characters after the last marker that still belong to an answer with tool calls.
 
-    alone: the conversation up to and including this answer, split; everything after its last marker belongs to the
-    answer. parts: indices of its first and last marker. Raises DataError if anything else is written between its parts,
-    such as a result.
+    alone: result of _split for the conversation up to this answer (included). All text after its last marker belongs to
+    the answer. parts: indices of the answer's first and last marker. Raises DataError if other text, such as a result,
+    is written between the answer's parts.
     """
     alone_around, alone_found = alone
     first, last = parts

@@ -1,7 +1,7 @@
 """On-disk cache of encoded rows. Published rows never change or move while a run may read them.
 
-A folder holds generations 1, 2, …: each is a folder of Arrow files, published by one rename. Readers use the newest
-complete one. Any number of processes write the next one together (llava_ds.data.shards), in the folder NUMBER.work.
+A folder holds generations 1, 2, …: each is a folder of Arrow files, published by a rename. Readers use the newest
+complete generation. Processes write the next generation together (llava_ds.data.shards), in the folder NUMBER.work.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ DONE = "files.json"  # ordered list of a generation's files, written last
 STALE = "stale"  # marks a generation in which an image has changed
 NUM_KEPT = 2  # generations kept: earlier runs may still read the previous one
 NUM_OPEN = 512  # row files that a process keeps open: each takes some 20 kB of its memory
-SCRATCH_AGE_S = 24 * 3600  # a scratch folder without writes for this long was left by a killed process
+SCRATCH_AGE_S = 24 * 3600  # delete a scratch folder without writes for this long: a killed process left it
 
 
 class Listed(TypedDict):
-    """Sizes in bytes of a generation's files, and of the outside files that its rows refer to."""
+    """Sizes in bytes of a generation's files, and of files elsewhere that its rows refer to."""
 
     files: dict[str, int]
     elsewhere: dict[str, int]
@@ -38,7 +38,7 @@ class Listed(TypedDict):
 class RowTable:
     """Memory-mapped rows in Arrow files. Can be pickled.
 
-    Up to NUM_OPEN files are opened at the start and stay readable even if their folder is deleted. Further files are
+    Up to NUM_OPEN files are opened at the start and stay readable even if their folder is deleted. Other files are
     opened on access (0.3 ms each; 100 M records have 24,000 files). Every file but the last has the same number of
     rows, as shards do (llava_ds.data.shards), so two files are enough to locate a row. Raises DataError for damaged
     files.
@@ -141,7 +141,7 @@ class CachedRows:
 
 
 def note_stale(folder: Path) -> None:
-    """Mark the rows to be written again at the next opening (no effect if the folder is read-only)."""
+    """Mark the rows as stale, so that the next start encodes them again (no effect if the folder is read-only)."""
     with contextlib.suppress(OSError):
         (folder / STALE).touch()
 

@@ -127,19 +127,19 @@ def _chat(conversation: Transcript, contents: list[object], form: TurnForm, is_p
 
 @dataclass(frozen=True)
 class AnswerPrompt:
-    """Text that a template writes before an answer is generated ("" if none). gaps: texts that it inserts between this
-    prompt and an existing answer, such as a space or an empty thought; they are learned with the answer. end_marker:
-    pattern of the tokenizer's special tokens, cached because collecting them is slow; None if unknown."""
+    """Text that a template writes before an answer is generated ("" if none). gaps: texts that the template inserts
+    between this prompt and an existing answer, such as a space or an empty thought. They are learned with the answer.
+    end_marker: from _end_marker, cached because collecting the special tokens is slow; None if not computed."""
 
     text: str = ""
     gaps: tuple[str, ...] = ()
     end_marker: re.Pattern[str] | None = None
 
     def end_before(self, text: str, start: int, of_spaces: bool = False) -> int | None:
-        """Return where the prompt before an answer ends; None if it can't be determined.
+        """Return the end of the prompt before an answer; None if it can't be determined.
 
-        start: start of the answer. of_spaces: accept only gaps of spaces: for templates without a prompt (Llama 2,
-        Mistral).
+        start: start of the answer. of_spaces: accept only gaps that consist of spaces, as in templates without a
+        prompt (Llama 2, Mistral).
         """
         has_prompt = bool(self.text.strip())
         of_spaces = of_spaces or not has_prompt
@@ -158,10 +158,10 @@ def render_own(
     mm_use_im_start_end: bool = False,
     prompt: AnswerPrompt = NO_PROMPT,
 ) -> list[Segment]:
-    """Render a conversation in the tokenizer's own template; each answer is supervised together with its end marker.
+    """Render a conversation in the tokenizer's own template. Each answer is supervised together with its end marker.
 
-    If the template marks answers by {% generation %}, those spans are supervised. Otherwise the conversation is
-    rendered again with other texts as answers, and the text around the answers must stay the same. Raises DataError if
+    If the template marks answers by {% generation %}, the marked spans are supervised. Otherwise the conversation
+    is rendered again with markers as answers, and the text around the answers must stay the same. Raises DataError if
     the template refuses the messages, or changes more of an answer than its outer spaces.
     """
     conversation = Transcript.of(conversation)
@@ -204,15 +204,15 @@ def _segments(chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: AnswerPro
 
 
 def _end_marker(tokenizer: PreTrainedTokenizerBase, behind: str = "") -> re.Pattern[str]:
-    """Compile the pattern of spaces and the special token that may end an answer. behind: the text after the last
-    answer; it may begin with an added token that no file marks as special."""
+    """Compile the pattern of spaces and the special token that may end an answer. An added token also counts as special
+    if the text after the last answer (`behind`) begins with it."""
     added = [token for token in _added_tokens(tokenizer) if behind.lstrip().startswith(token)]
     tokens = sorted({*special_tokens(tokenizer), *added}, key=len, reverse=True)
     return re.compile(r"\s*(?:" + "|".join(map(re.escape, tokens)) + ")")
 
 
 def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Ids of the added tokens by text, except tokens of spaces. Tokenizers never split them."""
+    """Map the text of each added token to its id, except tokens of spaces. Tokenizers never split these texts."""
     added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
     return {token: i for token, i in added.items() if token.strip()}
 
@@ -240,8 +240,8 @@ def _answers(
 def _start_after_header(
     text: str, between: tuple[int, int], chat: _Chat, turn: int, template: tuple[PreTrainedTokenizerBase, str]
 ) -> int:
-    """Return the start of an answer with a thought or calls: after the prompt, or after the part of it that every
-    answer has.
+    """Return the start of an answer with a thought or calls: the end of its prompt, or of its header if the answer does
+    not follow the whole prompt.
 
     between: end of the previous answer and start of this answer's first part. Raises DataError if the position can't be
     determined.
@@ -308,11 +308,11 @@ def answer_prompt(
 
     try:
         before, asked = written(), written(prompt=True)
-    except DataError:  # the template writes no conversation at all: reported for every record
+    except DataError:  # the template can't write any conversation: every record reports this error
         return NO_PROMPT
     gaps, behind = {}, ""
     for answer in (Message("gpt", mark), Message("gpt", "y", thought=mark)):
-        with contextlib.suppress(DataError):  # templates without thoughts
+        with contextlib.suppress(DataError):  # the template doesn't support thoughts
             text = written(answer)
             behind = behind if answer.thought else text.partition(mark)[2]
             if text.startswith(asked) and mark in text:

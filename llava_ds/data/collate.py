@@ -24,8 +24,8 @@ class LoadedSample:
     media: per image or video in reading order, its tiles (n, 3, S, S) uint8 (or (n, 3, T * S, S) with T frames per
     tile, or an object that decodes them) and its layout. Samples that share an image hold the same object, so that its
     features are computed once. source: index of the sample's data source; weights (length,) float32: loss weight of
-    each token, None if all are 1; extra: more numbers, own: more tensors, both by their names in Batch.extra; shared:
-    number of leading tokens, with all images, that the closest earlier sample with shared 0 already computes.
+    each token, None if all are 1; extra, own: additional numbers and tensors, by their names in Batch.extra; shared:
+    number of leading tokens, with all images, that are computed in the nearest earlier sample with shared 0.
     """
 
     input_ids: torch.Tensor
@@ -62,7 +62,7 @@ class LoadedPair:
 
 
 class ItemCounts(NamedTuple):
-    """Counts of one item, a sample or a pair. samples: how many it adds to a batch; the rest as in Counts."""
+    """Counts of one item, a sample or a pair. samples: number of its samples; other fields as in Counts."""
 
     samples: int
     tokens: int
@@ -90,8 +90,8 @@ def counts_of(item: LoadedSample | LoadedPair) -> ItemCounts:
 def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: bool = True) -> Batch:
     """Collate samples (possibly none) into one micro-batch. with_pixels: False leaves the tiles empty, (N, 3, 0, 0).
 
-    A rank without samples contributes one unsupervised token, a batch without images one unused blank tile. Both
-    leave the loss unchanged; they keep the collectives of all ranks matched.
+    Without samples, the batch gets one unsupervised token; without images, one unused blank tile. They don't change the
+    loss, and let all ranks call the same collectives.
     """
     if not samples:
         token = torch.zeros(1, dtype=torch.int64)
@@ -148,7 +148,7 @@ def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: boo
 
 
 def _position_ids(samples: list[LoadedSample], options: ImageOptions) -> torch.Tensor:
-    """(1, T), or (3, 1, T) with three axes."""
+    """Return position ids (1, T), or (3, 1, T) if positions have three axes."""
     parts = [options.position_ids(sample.input_ids, [layout for _, layout in sample.media]) for sample in samples]
     if parts[0] is not None:
         return torch.cat(parts, 1)[:, None]
@@ -185,7 +185,7 @@ def _extra(samples: list[LoadedSample]) -> Inputs:
 
 
 def _weights(samples: list[LoadedSample], supervised: torch.Tensor) -> torch.Tensor | None:
-    """(S,) float32; None if all are 1."""
+    """Return the loss weights of the supervised positions, (S,) float32; None if all are 1."""
     if all(sample.weights is None for sample in samples):
         return None
     parts = [torch.ones(len(one.labels)) if one.weights is None else one.weights for one in samples]
@@ -197,8 +197,8 @@ def _feature_table(
 ) -> tuple[dict[int, np.ndarray], torch.Tensor, torch.Tensor]:
     """Return the feature rows that each image or video uses, and pool_index and pool_weight (R, K).
 
-    These are the layouts' own indices, shifted: the N * P patch features of all tiles come first, then all pooled
-    features; -1 is a newline.
+    Rows index the N * P patch features of all tiles, followed by all pooled features; -1 is a newline. pool_index
+    indexes the patch features.
     """
     rows, indices, weights = {}, [], []
     tiles = pooled = 0

@@ -63,9 +63,9 @@ if TYPE_CHECKING:
     from llava_ds.data.preflight import Checker
     from llava_ds.data.sources.source import Source
 
-ENCODING_VERSION = 8  # raise it when the same records would give other rows
-ROWS_FORMAT = "shards 5"  # file format: changing it makes a new cache with the same fingerprint
-PAIR_ROWS_FORMAT = "pairs 5"  # the same for preferences
+ENCODING_VERSION = 8  # increment it when the same records would be encoded to different rows
+ROWS_FORMAT = "shards 5"  # file format: a new value forces re-encoding, but keeps the fingerprint
+PAIR_ROWS_FORMAT = "pairs 5"  # file format of preference pairs
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
@@ -73,16 +73,16 @@ EXAMPLES_TRIED = 100
 
 KEYS_SHOWN = 20  # number of unread keys shown in the first lines
 
-SCANNED_TOGETHER = 1 << 16  # samples
+SCANNED_TOGETHER = 1 << 16  # samples per step of positions()
 
 
 @dataclass(frozen=True)
 class PreflightOptions:
-    """Options for checking and encoding that don't change accepted samples. other_columns: rows get OTHER_COLUMNS."""
+    """Options for checking and encoding that leave samples unchanged. other_columns: add OTHER_COLUMNS to the rows."""
 
     cache_dir: str
     num_workers: int | None = None
-    on_bad_sample: Literal["skip", "stop", "list"] = "skip"  # "list": never refuse, even if no record is left
+    on_bad_sample: Literal["skip", "stop", "list"] = "skip"  # "list": never raise, even if every record is bad
     max_bad_fraction: float = 0.01
     other_columns: bool = False
 
@@ -100,7 +100,7 @@ class BrokenSample:
 
 @dataclass(frozen=True, eq=False)
 class Undecoded:
-    """An image or a video with a known layout and no tile decoded."""
+    """An image or video whose layout is computed, but whose tiles are not decoded yet."""
 
     media: Media
     sizes: tuple[geometry.Size, ...]
@@ -113,12 +113,12 @@ class Undecoded:
 
 
 class EncodedDataset(torch.utils.data.Dataset):
-    """The accepted samples by index, with images decoded on access.
+    """The accepted samples by index. Images are decoded on access.
 
-    sources: a short name per data source; fingerprint: a hash of everything that the samples depend on; index: lengths
-    and other numbers of samples; folder: the cache folder of the table; descriptions: of the sources, to print;
-    are_pairs: True for preferences; has_boxes: True if there are boxes or points; of_answers: numbers that a run adds
-    per answer, by their names in Batch.extra, (records, 2) float64, NaN if missing.
+    sources: a short name per data source. fingerprint: hash of everything that determines the samples. index: lengths
+    and other counts per sample. folder: cache folder of the table. descriptions: a printable line per source.
+    are_pairs: True for preference data. has_boxes: True if records have boxes or points. of_answers: numbers that a run
+    computes per answer, by their names in Batch.extra: (records, 2) float64, NaN if missing.
     """
 
     def __init__(
@@ -214,18 +214,18 @@ class EncodedDataset(torch.utils.data.Dataset):
         return pair_of(sample, chosen_length, numbers, self.shares_prompts)
 
     def packs(self, *step: object) -> list[list[list[int]]]:
-        """Lay out the samples of a step, as packing.plan_by_tokens does with these arguments."""
+        """Distribute a step's samples over packs. step: the arguments of packing.plan_by_tokens."""
         from llava_ds.data.packing import plan_by_tokens
 
         return plan_by_tokens(*step)
 
     def summed(self, values: np.ndarray, samples: Sequence[int]) -> int:
-        """Sum each sample's tokens or work, values (samples of the data set,), over a micro-batch."""
+        """Sum values over a micro-batch's samples. values: tokens or work of every sample of the data set, (N,)."""
         return int(values[np.asarray(samples, np.int64)].sum())
 
-    # How samples are shuffled, and how many shards are shuffled together.
+    # Kind of shuffling, and number of shards that are shuffled together.
     drawn: tuple[str, int] = ("random", 1)
-    # Returns a sample's additional tensors, by its index and by their names in Batch.extra. May raise DataError.
+    # Maps a sample's index to its additional tensors, by their names in Batch.extra. May raise DataError.
     added: Callable[[int], dict[str, torch.Tensor]] | None = None
     shares_prompts = False  # True: a pack holds the common prompt of a pair only once
 
@@ -235,11 +235,11 @@ class EncodedDataset(torch.utils.data.Dataset):
         return True
 
     def wait_for(self, samples: Sequence[int]) -> None:
-        """Wait until these samples are encoded: returns at once."""
+        """Wait until these samples are encoded. Returns at once here, because all samples are."""
 
     def heaviest_known(self, size: int, num_tokens: int | None) -> list[int]:
-        """Return the longest samples encoded so far, `size` of them or num_tokens in total. Only for data still being
-        encoded."""
+        """Return the longest samples encoded so far: `size` samples, or num_tokens tokens in total. Only data that is
+        still being encoded implements it."""
         raise NotImplementedError
 
     @property
@@ -248,11 +248,11 @@ class EncodedDataset(torch.utils.data.Dataset):
         return self.index.folder
 
     def _record(self, number: int) -> pa.Table:
-        """Return one record, by its row among all records, as a table of one row."""
+        """Return one record as a one-row table. number: its row among all records."""
         return self.table.record(number)
 
     def lengths_for(self, how: str) -> np.ndarray:
-        """Lengths that a sample order sorts by: LLaVA's own word counts, except for "bucket"."""
+        """Return the lengths by which an order sorts the samples: tokens for "bucket", else LLaVA's word counts."""
         if how in ("modality", "modality_auto"):
             return self.index.words  # negative for samples without images
         return self.index.words_next if how in ("length", "varlen") else self.lengths
@@ -278,8 +278,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         return rejections(self.table, self._rejected)
 
     def row(self, index: int) -> dict[str, object]:
-        """Return all columns of one record, by its index among all records, with input_ids, labels and weights in
-        full."""
+        """Return one record's columns, with input_ids, labels and weights unpacked. index: among all records."""
         columns = self._record(index).to_pylist()[0]
         ids, labels = from_columns(*(np.array(columns.pop(name), np.int32) for name in ("ids", "flips")))
         weights = weights_from_column(columns["weights"], labels)
@@ -287,7 +286,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         return {**columns, "input_ids": ids.tolist(), "labels": labels.tolist(), "weights": weights}
 
     def images_of(self, index: int) -> list[str | dict[str, object]]:
-        """First file of each image and video of a sample: a path, or the fields of a FileRef for a slice of a file."""
+        """First file of each image or video of a sample: a path, or the FileRef's fields if it is a slice of a file."""
         media = media_from_text(self.row(int(self.rows[index]))["media"])
         refs = [one.media.refs[0] for one in media]
         return [ref.path if ref.num_bytes < 0 else asdict(ref) for ref in refs]
@@ -310,10 +309,10 @@ class EncodedDataset(torch.utils.data.Dataset):
         return part("rest", slice(num_held_out, None)), part("held out", slice(num_held_out))
 
     def part(self, name: str, draw: Callable[[], np.ndarray]) -> "EncodedDataset":
-        """Select some of the samples. name: everything that the selection depends on; draw: returns the samples in
-        order."""
+        """Select a subset of the samples. name: identifies the selection, with its parameters. draw: returns the
+        indices of the selected samples, in order."""
         part = copy.copy(self)
-        part.of_answers = dict(self.of_answers)  # a reference pass over one part leaves the other parts' rows empty
+        part.of_answers = dict(self.of_answers)  # a copy, because a reference pass over one part fills only that part
         part.added = None
         part.index = self.index.part(name, draw, self.table)
         part.fingerprint = digest_of([self.fingerprint, part.index.facts["drawn"]])
@@ -339,7 +338,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         return [*self.descriptions, *self.counts(), *self.token_counts(), *self.notes()]
 
     def counts(self) -> list[str]:
-        """Format the line of accepted and rejected records."""
+        """Return the line with the numbers of accepted and rejected records."""
         accepted = self.num_records - self.num_rejected
         apart = f"; {accepted - len(self):,} of the accepted are eval samples" if accepted > len(self) else ""
         cut = self.index.facts["truncated"] if len(self) else 0
@@ -347,7 +346,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         return [f"{self.num_records:,} records: {accepted:,} accepted, {self.num_rejected:,} rejected{apart}{short}"]
 
     def token_counts(self) -> list[str]:
-        """Format the numbers of answers, images and tokens, and the lengths; no lines without samples."""
+        """Return lines with the numbers of answers, images and tokens, and the lengths; empty without samples."""
         if not len(self):
             return []
         facts = self.index.facts
@@ -356,7 +355,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         answers = f"{facts['answers']:,} answers"
         if self.are_pairs:
             chosen, whole = (np.asarray(self.table.column(name))[self.rows] for name in ("chosen_length", "length"))
-            singles = int((chosen == whole).sum())  # answers with a label
+            singles = int((chosen == whole).sum())  # samples with one labelled answer
             answers = f"{2 * (len(self) - singles):,} answers in pairs" + (f", {singles:,} alone" if singles else "")
         return [
             f"{answers}, {facts['images']:,} images, {tokens:,} tokens, of which {targets:,} "
@@ -365,7 +364,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         ]
 
     def notes(self) -> list[str]:
-        """Notes to print about the records: keys not read, answers not learned, samples left out."""
+        """Return notes about the records: unread keys, answers that are not learned, rejected records."""
         lines = []
         if len(self):
             facts = self.index.facts
@@ -389,7 +388,7 @@ class EncodedDataset(torch.utils.data.Dataset):
 
 
 def _own_tensors(row: pa.Table) -> dict[str, torch.Tensor | None]:
-    """Return the tensors of plugins' fields of a record, by their names in Batch.extra; None for a missing one."""
+    """Return the tensors that plugins read from a record, by their names in Batch.extra. Missing ones are None."""
     found = json.loads(row.column(FIELDS)[0].as_py()) if FIELDS in row.column_names else {}
     tensors = {name: fields.load(found[name]) for name, fields in record_fields().items() if name in found}
     return no_fields() | {f"{name}.{key}": tensor for name, each in tensors.items() for key, tensor in each.items()}
@@ -453,7 +452,7 @@ def data_spec(
     refuse_bad: bool = True,
     ranks: Ranks = ALONE,
 ) -> "DataSpec":
-    """Build the DataSpec of the flags. Arguments as in open_data."""
+    """Build the DataSpec for these flags. Takes the arguments of open_data."""
     data = args.data
     for flags in args.own.values():
         flags.prepare(args)
@@ -509,10 +508,10 @@ def open_encoded(
     options: PreflightOptions,
     ranks: Ranks = ALONE,
 ) -> EncodedDataset:
-    """Open the encoded records of all sources, from the cache or encoded now. All ranks call it together.
+    """Open the encoded records of all sources. Encodes them first if they are not cached. All ranks call it together.
 
-    The cache folder is named by a hash of everything the result depends on. Any number of processes may do this at
-    once. Raises DataError if more records are bad than the options allow, or if no record remains.
+    The cache folder is named by a hash of everything that determines the rows. Several processes may call it at once.
+    Raises DataError if more records are bad than the options allow, or if no record remains.
     """
     return DataSpec.of(sources, tokenizer, encoding, image_options, options, ranks).open(ranks)
 
@@ -531,8 +530,9 @@ class Opening:
 
 @dataclass(frozen=True)
 class EncodingForm:
-    """Texts that change whenever a tokenizer or options would change the rows. encoding: of conversations; images: of
-    images; others: force re-encoding, and change the fingerprint only through the resulting rows."""
+    """Texts to hash. They change if the tokenizer or an option would change the rows. encoding: texts that affect
+    conversations; images: texts that affect images; others: texts that force re-encoding. A change in `others` changes
+    the fingerprint only if the rows change."""
 
     image_options: geometry.ImageOptions
     encoding: list[str]
@@ -544,8 +544,8 @@ class EncodingForm:
         cls, tokenizer: PreTrainedTokenizerBase, encoding: EncodingOptions, image_options: geometry.ImageOptions
     ) -> "EncodingForm":
         """Build the form from a tokenizer and options."""
-        # A newer library may produce other ids. A larger embedding may accept samples that are rejected now; accepted
-        # samples stay the same.
+        # These are in `others`: a newer library may produce different ids. A larger embedding may accept samples that
+        # are now rejected, but does not change accepted samples.
         rows = rows_noted(tokenizer)
         own_fields = [f"{name} {fields.names}" for name, fields in record_fields().items()]
         converted = [f"{name} {plugins().get(name)}" for name in converters()]
@@ -566,7 +566,7 @@ class EncodingForm:
 class DataSpec:
     """Records and their encoding options: everything that determines the rows in the cache, known before encoding.
 
-    known: facts of the records; note: file that stores these facts, None if they are not stored.
+    known: facts about the records. note: file that stores these facts; None if they are not stored.
     """
 
     known: KnownRecords
@@ -585,9 +585,9 @@ class DataSpec:
         options: PreflightOptions,
         ranks: Ranks = ALONE,
     ) -> "DataSpec":
-        """Hash the files of opened sources. All ranks call it together.
+        """Build the spec of opened sources. Hashes their files. All ranks call it together.
 
-        Raises ConfigError if the first records would not be learned as requested (prompt_check).
+        Raises ConfigError if no answer in the first records matches its prompt (prompt_check).
         """
         from llava_ds.data.open_records import checker_of, facts_of
 
@@ -598,14 +598,14 @@ class DataSpec:
 
     @cached_property
     def common(self) -> list[str]:
-        """Fingerprint parts of the encoding, known before the rows."""
+        """Parts of the fingerprint that describe the encoding. They are available before the records are encoded."""
         types = [source["bbox_type"] for source in self.known["sources"]]
         readings = [source["reading"] for source in self.known["sources"]]
         return [*self.form.encoding, *readings, *(f"{i} {kind}" for i, kind in enumerate(types) if kind != "real")]
 
     @cached_property
     def contents(self) -> list[str]:
-        """Fingerprint parts of the records' files, known before the rows."""
+        """Parts of the fingerprint that describe the record files. They are available before encoding."""
         return [source["contents"] for source in self.known["sources"]]
 
     @cached_property
@@ -640,7 +640,7 @@ class DataSpec:
         return [source["description"] for source in self.known["sources"]]
 
     def note_on_earlier(self) -> str:
-        """Line about earlier answers of a conversation, "" if none."""
+        """Return the note about earlier answers of a conversation, "" if there is nothing to note."""
         line = self.known["earlier"]
         if line is None:
             line = self.checker.prompts.note_on_earlier()
@@ -700,16 +700,16 @@ class DataSpec:
 
 
 def _share(rows: CachedRows | None, ranks: Ranks) -> tuple[int, int]:
-    """Return the part of the rows' files that this rank checks, and the number of parts: one per rank with the same
-    cache. Machines with separate caches may also have separate images."""
+    """Return the part of the files that this rank checks (its index), and the number of parts. Only ranks with the same
+    cache share the check, because machines with separate caches may also have separate images."""
     own = None if rows is None else rows.identity
     everyone = gather(own, ranks)
     return everyone[: ranks.rank].count(own), everyone.count(own)
 
 
 def _why_outdated(rows: CachedRows, spec: DataSpec, share: tuple[int, int], processes: int) -> str:
-    """Return why the records must be checked again, or "". share: part of the rows to check; processes: number of
-    processes."""
+    """Return why the records must be checked again, or "". share: this rank's part and the number of parts, from
+    _share; processes: number of processes that check files."""
     if rows.is_stale:
         return "an image file that was read has changed since the data was checked"
     table, index = rows.table, index_of(rows.table, rows.folder)

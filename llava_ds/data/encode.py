@@ -1,4 +1,4 @@
-"""Encode conversations to ids and labels, both from one tokenization by its character offsets."""
+"""Encode conversations to ids and labels. Each text is tokenized once; its character offsets give the labels."""
 
 import itertools
 import re
@@ -28,11 +28,11 @@ from llava_ds.geometry import ImageOptions
 from llava_ds.layouts import ImageText
 from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, framing_ids, rows_noted, with_token
 
-# Characters of a conversation to tokenize first: a minimum, plus a number per allowed token. If that gives too few
-# tokens, more are tokenized, up to a limit that only text with ignored characters exceeds. Each character takes some
-# 360 bytes.
+# Number of characters of a conversation to tokenize first: a minimum, or a number per allowed token if that is more. If
+# they give too few tokens, TIMES_MORE as many are tokenized, up to a limit that only text with ignored characters
+# exceeds. Tokenizing takes about 360 bytes per character.
 FIRST_CHARS, FIRST_CHARS_PER_TOKEN, TIMES_MORE = 1 << 18, 16, 4
-TOKENS_BEHIND = 64  # extra tokens, because tokens near the end of a part may differ
+TOKENS_BEHIND = 64  # spare tokens: the last tokens of a text that is cut may differ from the whole text's
 
 # Qwen's id of "\n", hard-coded in LLaVA-NeXT's preprocess_qwen and supervised in every turn.
 _QWEN_NEWLINE = (198, "Ċ")
@@ -40,10 +40,10 @@ _QWEN_NEWLINE = (198, "Ċ")
 
 @dataclass
 class Encoded:
-    """Ids of one sample (int32), with IMAGE_TOKEN_INDEX once per image feature, and labels (int32).
+    """An encoded sample. input_ids and labels (tokens,) int32, with IMAGE_TOKEN_INDEX as the id of each image feature.
 
     weights: loss weight of each token (float32), None if all supervised tokens weigh 1; left_out: number of answers
-    whose thoughts are omitted.
+    whose thoughts the template omits.
     """
 
     input_ids: np.ndarray
@@ -68,7 +68,7 @@ class Encoded:
 
 
 class Piece(NamedTuple):
-    """A text tokenized by itself. before: ids prepended to it; base: its offset in the whole text."""
+    """A text tokenized by itself. before: ids to prepend to its ids; base: its character offset in the whole text."""
 
     text: str
     before: list[int]
@@ -77,7 +77,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class _Head:
-    """The common beginning of all conversations, tokenized once. joint: text between the beginning and the rest."""
+    """The common beginning of all conversations, tokenized once. joint: text to prepend to the remaining text."""
 
     text: str
     ids: list[int]
@@ -87,7 +87,7 @@ class _Head:
 class Encoder:
     """Encodes conversations to the same ids and labels as LLaVA's own code. Can be pickled.
 
-    writes_parts: messages are written as lists of parts, images included.
+    writes_parts: True if the chat template gets messages as lists of text parts and image parts.
     """
 
     writes_parts: ClassVar[bool] = False
@@ -127,7 +127,7 @@ class Encoder:
         return TEMPLATES[self.options.template]
 
     def _find_image_token(self) -> None:
-        """Set the image tokens of a text that is tokenized as a whole."""
+        """Set image_ids for templates that tokenize a conversation as one text, and add the token to the backend."""
         self.backend = with_token(self.backend, MARKED_IMAGE)
         self.image_ids = (self.backend.token_to_id(MARKED_IMAGE),)
 
@@ -137,8 +137,8 @@ class Encoder:
         """Return, per conversation, the ids and labels, or a DataError with the reason why it can't be encoded.
 
         Each item is a transcript (or its messages) and one MediaLayout.mark per <image> mark, in text order. Samples
-        are truncated at max_length, features included. A token is supervised if it begins in a supervised segment: one
-        that begins earlier could not follow a prompt. Tokens beyond the rows of the model's embedding are an error.
+        are truncated at max_length, features included. A token is supervised if it begins in a supervised segment: a
+        token that begins in the prompt can't be generated. Ids beyond the rows of the model's embedding are an error.
         """
         results: list[Encoded | DataError | None] = []
         rows: list[tuple[int, list[Piece], list[Span], Sequence[int]]] = []
@@ -177,7 +177,7 @@ class Encoder:
         if not len(beyond):
             return None
         id = int(beyond[0])
-        added = self.tokenizer.added_tokens_decoder.get(id)  # the library returns the name with a dummy space
+        added = self.tokenizer.added_tokens_decoder.get(id)  # convert_ids_to_tokens adds a dummy space to these
         token = self.tokenizer.convert_ids_to_tokens(id) if added is None else added.content
         return DataError(
             f"the text spells the token {token!r:.80} (id {id}), and the model's embedding has {self.num_rows:,} "
@@ -213,7 +213,7 @@ class Encoder:
     def prompt_ids(
         self, conversation: Transcript | Sequence[Message], num_image_tokens: Sequence[int | ImageText]
     ) -> list[int]:
-        """Encode a conversation that ends with a question, up to the start of the answer, not truncated."""
+        """Encode a conversation that ends with a question, up to the start of the answer, without truncation."""
         text = self._prompt_text(self._guarded(Transcript.of(conversation)), num_image_tokens)
         pieces, spans = self._pieces(self._named([Segment(text)]), num_image_tokens)
         joined = self._join(pieces, self._tokenize([piece.text for piece in pieces]), spans, num_image_tokens)
@@ -222,12 +222,12 @@ class Encoder:
         return joined.input_ids.tolist()
 
     def encode_whole(self, conversation: Transcript, num_image_tokens: Sequence[int | ImageText]) -> Encoded:
-        """Encode a conversation, not truncated."""
+        """Encode a conversation without truncation."""
         pieces, spans = self._pieces(self._render(conversation, num_image_tokens), num_image_tokens)
         return self._join(pieces, self._tokenize([piece.text for piece in pieces]), spans, num_image_tokens)
 
     def text_ids(self, text: str) -> np.ndarray:
-        """Encode a text by itself to ids (int32)."""
+        """Encode a text without a template. Returns ids, (tokens,) int32."""
         return np.array(next(self._tokenize([text])).ids, np.int32)
 
     def texts(self, conversation: Transcript, num_image_tokens: Sequence[int | ImageText]) -> tuple[str, str]:
@@ -259,7 +259,7 @@ class Encoder:
         return self._named(segments)
 
     def _as_texts(self, conversation: Transcript) -> Sequence[Message]:
-        """Convert the messages to the form of LLaVA's own templates, with thoughts written before the answer's text.
+        """Return the messages in the form of LLaVA's own templates, with thoughts moved into the answers' texts.
         Raises DataError for tools and template variables: these templates don't support them."""
         template, messages = self.options.template, conversation.messages
         if conversation.template_kwargs:
@@ -297,7 +297,7 @@ class Encoder:
         return [segment._replace(text=self.special.named(segment.text)) for segment in segments]
 
     def _pieces(self, segments: Sequence[Segment], features: Sequence[int]) -> tuple[list[Piece], list[Span]]:
-        """Split into texts to tokenize separately, and supervised spans of the whole text."""
+        """Return the texts to tokenize separately, and the supervised spans of the whole text."""
         spans: list[Span] = []
         texts: list[str] = []
         end = 0
@@ -346,7 +346,7 @@ class Encoder:
         added = [1 if self.begins_with_space.match(text) else 0 for text in texts]
         texts = [f" {text}" if shift else text for text, shift in zip(texts, added)]
         for encoding, shift in zip(self._coded(texts), added):
-            # A token of the added space alone counts as part of the following text.
+            # A token that consists of the added space counts as part of the following text.
             yield encoding.ids, [(max(a - shift, 0), b) for a, b in encoding.offsets] if shift else encoding.offsets
 
     def _join(
@@ -356,12 +356,12 @@ class Encoder:
         spans: Sequence[Span],
         features: Sequence[int],
     ) -> Encoded:
-        """Join one conversation's tokenized pieces and image features, not truncated.
+        """Join one conversation's tokenized pieces and image features, without truncation.
 
         Ids match LLaVA's tokenizer_image_token.
         """
         parts: list[np.ndarray] = []
-        supervised: list[tuple[int, int, float]] = []  # positions, and the weight of these tokens
+        supervised: list[tuple[int, int, float]] = []  # (first, end, loss weight) of tokens
         weighed = False
         length = 0
         for i, (piece, tokens) in enumerate(zip(pieces, coded)):
@@ -399,7 +399,7 @@ class Encoder:
         return Encoded(ids, labels, False, weights)
 
     def _find_head(self) -> _Head | None:
-        """Find the system prompt up to its last word, if the rest gets the same ids when tokenized separately."""
+        """Find the system prompt up to its last word; None if tokenizing it separately would change ids."""
         self.head = None
         if self.template.write is None:
             return None

@@ -37,10 +37,10 @@ RECORDS = pa.schema(
 )
 
 # One row per record, in the sources' order. reason is null for accepted records. A record rejected because of a missing
-# or broken file keeps its text in text_to_retry. Ids and reasons of rejected records are printable. words is LLaVA's
-# measure of length. COLUMNS describe the image files (llava_ds.data.seen_files); token_runs' columns hold ids, labels
-# and weights. unread: names of keys that are not read, one per line; left_out: number of thoughts that the template
-# does not write.
+# or broken file keeps its text in text_to_retry. Ids and reasons of rejected records are printable. words is the length
+# as LLaVA counts it. COLUMNS describe the image files (llava_ds.data.seen_files). The columns of token_runs hold ids,
+# labels and weights. unread: names of keys that are not read, one per line; left_out: number of thoughts that the
+# template does not write.
 ROWS = pa.schema(
     [
         ("source", pa.int32()),
@@ -74,9 +74,9 @@ ROWS = pa.schema(
 PAIR_ROWS = ROWS.append(pa.field("chosen_length", pa.int32())).append(pa.field("margin", pa.float64()))
 
 
-# Other columns of the records, a JSON object per row, null for rejected records; only if an objective needs them.
+# Other columns of the records: a JSON object per row, null for rejected records. Added only if an objective needs it.
 OTHER_COLUMNS = pa.field("other_columns", pa.string())
-# Values of plugins' fields, a JSON object by plugin, null for rejected records; only if a plugin reads any.
+# Values of plugins' fields: a JSON object by plugin, null for rejected records. Added only if a plugin reads fields.
 FIELDS = "fields"
 
 
@@ -84,8 +84,8 @@ FIELDS = "fields"
 class SizedMedia:
     """An image or video, with the upright size in pixels of each image or sampled frame.
 
-    boxes: numbers of its boxes and points, as in the sample's text; footage: for videos sampled by an architecture's
-    rule; deep: descriptions of its images with more than 8 bits that use little of their range.
+    boxes: coordinates of its boxes and points, as in the sample's text; footage: number and rate of a video's frames,
+    if its architecture samples them; deep: descriptions of images with more than 8 bits that use little of their range.
     """
 
     media: Media
@@ -161,12 +161,12 @@ def rejections(table: RowTable, rows: np.ndarray) -> Iterator[dict[str, object]]
 
 
 def place_of(row: dict[str, object]) -> str:
-    """File and line of a record; no line for a JSON list on a single line."""
+    """Return file:line of a record, or only the file if its JSON list is on a single line."""
     return str(row["file"]) if row["line"] == 1 and row["index"] > 0 else f"{row['file']}:{row['line']}"
 
 
 def reasons_in_short(reasons: list[str], most: int = 8) -> list[str]:
-    """The most frequent reasons; reasons that differ only in names and numbers are counted together."""
+    """Return lines with the most frequent reasons. Reasons that differ only in names and numbers count as one."""
     kinds, first = Counter(), {}
     for reason in reasons:
         kind = _NAMES_AND_NUMBERS.sub("…", reason)
@@ -181,8 +181,8 @@ def would_be_accepted(
 ) -> bool:
     """True if a record that was rejected for a missing or broken file would be accepted now.
 
-    numbers: indices of the table's files to check; check: builds the function that turns a table of RECORDS into one of
-    ROWS, called only if such a record exists.
+    numbers: indices of the table's files to check; check: builds the function that turns a RECORDS table into a ROWS
+    table; called only if such a record exists.
     """
     columns = ["text_to_retry" if name == "text" else name for name in RECORDS.names]
     for rows in table.files(columns, numbers):

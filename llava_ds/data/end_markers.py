@@ -43,7 +43,7 @@ def refuse_unfit_tokenizer(model: ModelArguments, tokenizer: PreTrainedTokenizer
 
 
 def end_markers(template: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end an answer: the template's end markers of one token, and the tokenizer's own."""
+    """Ids that end an answer: the template's end markers that are single tokens, and the tokenizer's eos token."""
     ids = [_single_id(tokenizer, marker) for marker in TEMPLATES[template].end_markers if marker not in _NOT_TOKENS]
     if TEMPLATES[template].write is None and (end := _own_end(template, tokenizer)) is not None:
         ids.append(end.id)
@@ -58,7 +58,7 @@ def _single_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:
 def _own_end(template: str, tokenizer: PreTrainedTokenizerBase, variables: str = "") -> "AnswerEnd | None":
     """Find the end of an answer in the tokenizer's own template; None if the template can't write a conversation (every
     record reports that)."""
-    from llava_ds.data.chat_template import answer_end  # renders templates
+    from llava_ds.data.chat_template import answer_end  # only for own templates
 
     try:
         return answer_end(tokenizer, template == "processor", variables)

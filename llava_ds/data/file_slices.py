@@ -20,7 +20,7 @@ LACKING = {
     errno.ENOMEM: "free some, or give fewer workers",
     errno.EAGAIN: "end other processes, raise the limit (ulimit -u), or give fewer workers",
 }
-# Errors of writing, for exceptions that name no file, such as pyarrow's.
+# Errors that mean a failed write, for exceptions that don't name a file, such as pyarrow's.
 UNWRITABLE = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE,
     errno.EISDIR, errno.ENOTDIR, errno.ENOENT,
@@ -66,7 +66,7 @@ def _is_within(folder: str | os.PathLike, path: str | bytes | int) -> bool:
 
 
 class BoundedFile(io.RawIOBase):
-    """A file or file slice that raises OSError after more than max_bytes were read. None: no limit."""
+    """A file or file slice that raises OSError after more than max_bytes were read. max_bytes None: no limit."""
 
     def __init__(self, raw: io.RawIOBase, max_bytes: int | None) -> None:
         self._raw, self.max_bytes = raw, max_bytes

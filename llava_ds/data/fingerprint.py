@@ -69,15 +69,15 @@ def _version(package: str) -> str:
 
 
 def options_part(options: ImageOptions) -> str:
-    """Serialize all fields under the class's former name, as in fingerprints of earlier runs. Fields added later are
-    omitted while they have their defaults."""
+    """Serialize the options. To keep the fingerprints of earlier runs, this uses the class's former name, and omits
+    fields added later if they have their defaults."""
     text = repr(options).replace(ImageOptions.__name__, "PictureOptions", 1)
     return text.replace(", value_range=None", "", 1).replace(f", short_side=None, square_resample={BICUBIC}", "", 1)
 
 
 def has_videos(media: pa.ChunkedArray) -> bool:
     """True if a table's media column contains a video."""
-    # A path can't match: JSON escapes quotes.
+    # A path can't contain this text, because JSON escapes quotes.
     found = [pa.compute.any(pa.compute.match_substring(media, f'["{kind}", [')) for kind in ("frames", "video")]
     return any(each.as_py() for each in found)
 
@@ -94,19 +94,19 @@ def deep_rows(media: pa.ChunkedArray) -> np.ndarray:
 
 
 def box_parts(options: ImageOptions) -> list[str]:
-    """Return how boxes are written, for models that don't write them as LLaVA does."""
+    """Return the form in which boxes are written; empty if it is LLaVA's form."""
     return [] if options.boxes == LLAVA_BOXES else [repr(options.boxes)]
 
 
 def video_parts(options: ImageOptions) -> list[str]:
-    """Video options, for architectures with their own video rule."""
+    """Return the video options; empty unless the architecture has its own rule for videos."""
     return [] if options.video is None else [repr(options.video), repr(options.force_sample)]
 
 
 def options_that_matter(image_options: ImageOptions, videos: bool) -> ImageOptions:
-    """Reset the options that change no sample of a table to their defaults. videos: the table has videos.
+    """Reset options that don't affect a table's samples to their defaults. videos: True if the table has videos.
 
-    max_pixels is reset too: the rows already show which images were too large.
+    max_pixels is also reset, because the rows already show which images were too large.
     """
     unused = {"max_pixels"} if videos else {"max_pixels", *VIDEO_OPTIONS}
     defaults = {field.name: field.default for field in dataclasses.fields(image_options) if field.name in unused}

@@ -15,8 +15,8 @@ TOLERANCE = 1.0  # pixels by which rounding may move a box outside its image
 def write_objects(
     sample: Sample, sizes: Sequence[tuple[Size, ...]], options: ImageOptions
 ) -> tuple[Sample, list[tuple[Numbers, ...]]]:
-    """Replace the box and name marks of a sample by text. Returns the sample, and the numbers written for each of its
-    media.
+    """Replace the box and name marks of a sample by text. Returns the sample, and the coordinates written for each
+    image or video.
 
     sizes: upright sizes of the media in pixels. Raises DataError for a box outside its image, or one that the model's
     coordinates can't express.

@@ -9,17 +9,17 @@ import numpy as np
 
 from llava_ds.data.step_plan import StepLayout, StepPlan
 
-# Up to this many remaining samples, the heaviest micro-batch is found exactly: packing takes about 3 us a sample, an
-# order 0.2 to 0.7 us.
+# Up to this many remaining samples (with packs; by count), the heaviest micro-batch is found exactly: packing takes
+# about 3 us per sample, an order 0.2 to 0.7 us.
 PLANNED_SAMPLES, SCANNED_SAMPLES = 2_000_000, 100_000_000
 
 
 def heaviest(plan: StepPlan, done: int) -> list[int]:
     """Return the samples of a micro-batch with as many tokens as the heaviest remaining one on any rank.
 
-    This is the first such micro-batch itself (empty if no step remains). If finding it would take long, return
-    samples that no micro-batch can surpass: the longest ones by count, or a pack of _most_tokens() or slightly
-    more. While the data are being encoded, only the shards that the next step needs are considered.
+    This is the first such micro-batch itself ([] if no step remains). If finding it would take long, return samples
+    with at least as many tokens as any micro-batch: the longest ones, or a pack of _most_tokens() or slightly more.
+    While the data are being encoded, only the shards that the next step needs are considered.
     """
     packing, lengths = plan.packing, plan.dataset.lengths
     if not plan.dataset.is_whole:
@@ -44,10 +44,9 @@ def heaviest(plan: StepPlan, done: int) -> list[int]:
 def most_worked(plan: StepPlan, done: int, tried: list[int]) -> list[int]:
     """Return the samples of the remaining micro-batch with the most work (most_work), or [] if that is `tried`.
 
-    Packs of equal work differ in tokens, and memory grows with both: with the layers' tokens, and with the tiles of a
-    trained tower. So the trial runs the pack with the most tokens, and this one. Also returns [] if packs are not
-    balanced by work (by count, or without costs), while the data are being encoded, and if laying out all steps would
-    take long.
+    Memory grows with the tokens in the layers and with the tiles in a trained tower, so the trial runs both the pack
+    with the most tokens and the pack with the most work. Also returns [] if packs are not balanced by work, while the
+    data are being encoded, and if laying out all steps would take long.
     """
     packing, left = plan.packing, (plan.num_steps - done) * plan.batch_size
     if packing.tokens_per_micro_batch is None or not any(packing.other_costs) or left > PLANNED_SAMPLES:
@@ -70,7 +69,7 @@ def _tokens(plan: StepPlan, samples: list[int]) -> int:
 
 
 def _heaviest_step(plan: StepPlan, done: int) -> int:
-    """Number of steps before the first one with the heaviest micro-batch by count."""
+    """Return the number of steps before the first step with the heaviest micro-batch. Without packs only."""
     packing, lengths = plan.packing, plan.dataset.lengths
     unit, per_step = plan.batch_size, 1
     if packing.across_epochs:
@@ -102,9 +101,9 @@ def most_work(plan: StepPlan) -> np.ndarray:
 def _most_tokens(plan: StepPlan, done: int) -> int:
     """Compute an upper bound of the tokens in any remaining pack.
 
-    plan_by_tokens puts the heaviest sample first into the lightest pack: its cost is then at most the mean, and
-    no exchange makes the heaviest pack heavier. Packs that are still too long are cut to the lower bound.
-    Samples cost at least their number of tokens, and at most all of their work.
+    plan_by_tokens adds a sample to the lightest pack, so that pack costs at most the mean before. No exchange makes
+    the heaviest pack heavier, so a pack costs at most the mean plus one sample. A sample costs at least its
+    number of tokens, and at most most_work.
     """
     packing, longest = plan.packing, int(plan.dataset.lengths.max())
     work = most_work(plan)

@@ -12,7 +12,7 @@ from llava_ds.tokenizer import begins_with_bos, first_space_pattern
 def chat_template(template: str, tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False) -> str:
     """Build the Jinja template that writes the same text as training; for "chat_template", the tokenizer's own.
 
-    It starts with bos where training does: many programs add no token to a template's text.
+    It writes bos if training does, because many programs add no special token to a template's text.
     """
     if template == "chat_template":
         return own_template(tokenizer)
@@ -32,7 +32,7 @@ def llama_cpp_template(template: str, mm_use_im_start_end: bool = False) -> str:
 def _bos(template: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the start of a Jinja template that writes bos.
 
-    Tokenizers that put a space before a whole text put none after a token, so the template writes it.
+    Some tokenizers add a space at the beginning of a text, but not after bos. Then the template writes this space.
     """
     text = render_prompt([Message("human", IMAGE_TOKEN)], template)
     begins_with_token = text.startswith((IMAGE_TOKEN, *tokenizer.all_special_tokens))
@@ -72,7 +72,7 @@ _WORDS = (
     "{{ whole | trim if parts.images == 1 else whole }}{% endif %}{% endmacro %}"
 )
 
-# The same for llama.cpp: its marks look like <__media__>, in a content that is a text, or in parts of type "text".
+# The macro for llama.cpp. Its image marks look like <__media__>, in a text or in parts of type "text".
 _LLAMA_CPP_WORDS = (
     "{% macro words(content) %}{% set parts = namespace(images=0, marks='', text='', whole='') %}"
     "{% if content is string %}{% set parts.whole = content %}{% else %}{% for part in content %}"

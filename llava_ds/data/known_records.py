@@ -1,8 +1,8 @@
 """Facts about records found by an earlier start, saved in --cache_dir so that a start from the cache opens no source.
 
 Opening a source detects the record format from the first records, and checks that the learned answers match the
-prompts. The notes stay valid while the files that were read are unchanged. They exist only for records whose files were
-named: folders, patterns and object stores are searched again.
+prompts. A note is valid while the files that were read are unchanged. Folders, patterns and object stores have no note,
+because every start has to search them.
 """
 
 import json
@@ -20,7 +20,7 @@ from llava_ds.data.fingerprint import digest_of
 from llava_ds.files.reading import FileState, read_json, state_of
 from llava_ds.files.writing import write_whole
 
-NOTES_VERSION = 1  # raise it when the facts about the same records would change
+NOTES_VERSION = 1  # increment it when the facts about the same records would change
 FLAGS = ("data_path", "data_split", "data_format", "data_columns", "image_folder", "video_folder")
 FLAGS += ("on_unmarked_image", "bbox_type", "cache_dir")
 # A file modified this recently before opening may change again with the same mtime.
@@ -75,7 +75,7 @@ def recall(note: Path) -> KnownRecords | None:
 
 
 def remember(note: Path, known: KnownRecords, files: Iterable[str], began: float) -> None:
-    """Save the facts of files, unless one of them was being written. began: time before the first of them was
+    """Save the facts found in files, unless a file may have changed meanwhile. began: time before the first file was
     opened."""
     states = {path: state_of(path) for path in files}
     if any(os.stat(path).st_mtime > began - RACY_S for path in states):

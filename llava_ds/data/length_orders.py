@@ -15,7 +15,7 @@ BUCKET_STEPS = 64  # number of optimizer steps whose samples are sorted by lengt
 def drawn_by_length(
     how: str, lengths: np.ndarray, batch_size: int, micro_batch_size: int, accumulation: int, generator: torch.Generator
 ) -> np.ndarray:
-    """Draw an epoch's order as a sampler of LLaVA or LLaVA-NeXT does: see SampleOrder.how."""
+    """Return a random order of an epoch as LLaVA's or LLaVA-NeXT's samplers do. how: as in SampleOrder."""
     if how == "images":
         return by_image(lengths, generator)
     if how == "varlen":
@@ -28,7 +28,7 @@ def drawn_by_length(
 
 
 def by_image(images: np.ndarray, generator: torch.Generator) -> np.ndarray:
-    """Images in random order, each image's samples in sequence. images: index of each sample's image."""
+    """Order the images randomly, with the samples of an image in sequence. images: index of each sample's image."""
     places = np.empty(int(images.max()) + 1, np.int32)
     places[permutation(len(places), generator)] = np.arange(len(places))
     return np.argsort(places[images], kind="stable").astype(np.int32)
@@ -37,7 +37,7 @@ def by_image(images: np.ndarray, generator: torch.Generator) -> np.ndarray:
 def by_length(
     lengths: Sequence[int], micro_batch_size: int, num_micro_batches: int, generator: torch.Generator
 ) -> np.ndarray:
-    """Random steps, with samples spread over the micro-batches so that their total lengths are similar.
+    """Return random steps, with samples distributed over the micro-batches for similar total lengths.
 
     Source: LLaVA's get_length_grouped_indices.
     """
@@ -48,7 +48,7 @@ def by_length(
 def by_length_next(
     lengths: Sequence[int], micro_batch_size: int, num_micro_batches: int, generator: torch.Generator
 ) -> np.ndarray:
-    """Steps of similar length in random order, with samples spread over the micro-batches as in by_length.
+    """Return steps of similar lengths in random order, with samples distributed as in by_length.
 
     Source: LLaVA-NeXT's get_length_grouped_indices_auto_single, over transformers' get_length_grouped_indices: it sorts
     up to 50 steps together and exchanges the longest sample with the first.
@@ -65,7 +65,7 @@ def by_length_next(
 def by_varying_length(
     lengths: Sequence[int], step_size: int, accumulation: int, generator: torch.Generator
 ) -> np.ndarray:
-    """Groups of similar length in random order, shuffled within each group.
+    """Return groups of similar lengths in random order, with the samples of each group shuffled.
 
     Source: LLaVA-NeXT's get_variable_length_grouped_indices and its sampler (which counts accumulation twice).
     """
@@ -82,10 +82,10 @@ def by_modality_length(
     generator: torch.Generator,
     group: Callable[[Sequence[int], int, int, torch.Generator], np.ndarray] = by_length,
 ) -> np.ndarray:
-    """Steps of one kind each (images: positive lengths; text only: negative), of similar length within a step.
+    """Return steps of one kind (images: positive lengths; text only: negative) and of similar lengths.
 
-    num_micro_batches: per step over all ranks; group: orders the samples of one kind. The remainders of both kinds form
-    the last step, in the files' order.
+    num_micro_batches: micro-batches per step over all ranks; group: orders the samples of one kind. The remainders of
+    both kinds form the last step, in the files' order.
     Source: LLaVA's get_modality_length_grouped_indices, and with by_length_next LLaVA-NeXT's
     get_modality_length_grouped_indices_auto. They draw from torch's global generator; the same seed gives the same
     order here.
@@ -107,7 +107,7 @@ def by_modality_length(
 
 
 def by_length_bucket(lengths: Sequence[int], batch_size: int, generator: torch.Generator) -> np.ndarray:
-    """Steps of samples of nearly equal length, in random order; an incomplete step comes last.
+    """Return steps of samples of nearly equal length in random order. An incomplete step comes last.
 
     The samples are shuffled, sorted by length in groups of BUCKET_STEPS steps, and split into steps.
     """
@@ -125,9 +125,9 @@ def _sorted_parts(order: np.ndarray, keys: np.ndarray, size: int) -> np.ndarray:
 
 
 def _sorted_by(keys: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Sort each row by its keys, stable. keys, rows: of the same shape; keys below 2**31.
+    """Sort each row by its keys, stably. keys, rows: arrays of the same shape; keys are below 2**31.
 
-    Key and position are packed into one number: numpy sorts those several times as fast as argsort.
+    Key and position are packed into one number, because numpy sorts numbers several times as fast as by argsort.
     """
     places = np.sort(keys.astype(np.int64) * keys.shape[1] + np.arange(keys.shape[1]), axis=1)
     places %= keys.shape[1]
@@ -135,7 +135,7 @@ def _sorted_by(keys: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _shuffled_parts(order: np.ndarray, size: int, generator: torch.Generator) -> np.ndarray:
-    """Shuffle the parts of `size` samples (the last may be shorter)."""
+    """Shuffle the order of the parts, of `size` samples each (the last part may be shorter)."""
     num_whole, left = divmod(len(order), size)
     drawn = permutation(num_whole + (left > 0), generator)
     whole = order[: num_whole * size].reshape(num_whole, size)
@@ -152,7 +152,7 @@ def _balanced_steps(
     """Spread the samples of each step over its micro-batches, in place.
 
     Within a step, samples are placed longest first, each into the shortest micro-batch with room (LLaVA's split). If a
-    shorter last step can't be divided evenly, its samples are dealt out in turn.
+    shorter last step can't be divided evenly, its samples are assigned in turn.
     """
     size = micro_batch_size * num_micro_batches
     _sorted_parts(order, -lengths, size)

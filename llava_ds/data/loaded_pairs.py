@@ -25,7 +25,7 @@ def pair_of(
 
 
 def common_prompt(first: LoadedSample, other: LoadedSample) -> int:
-    """Count the leading tokens that two samples share: equal, unsupervised in both, and with all images of both.
+    """Count the leading tokens that two samples share: equal, unsupervised in both, and with all images.
 
     Returns 0 if they differ before their last image.
     """

@@ -25,9 +25,9 @@ class Counts(NamedTuple):
     """Work of a rank, or of all ranks, in an optimizer step. Broken samples, and the blank image of a batch without
     images, don't count.
 
-    targets: supervised tokens; micro_batches: those with supervised tokens; pairs: pairs of tokens where one attends to
-    the other, the sum of L (L + 1) / 2 over samples of L tokens; tiles: images that the vision tower processes;
-    tile_pairs: pairs of tiles of one image that attend to each other, in towers that take whole images (0 for others).
+    targets: supervised tokens; micro_batches: number with supervised tokens; pairs: pairs of tokens of which one
+    attends to the other, the sum of L (L + 1) / 2 over samples of L tokens; tiles: images that the vision tower
+    processes; tile_pairs: pairs of tiles in one image that attend to each other, 0 if the tower takes single tiles.
     """
 
     samples: int
@@ -43,9 +43,9 @@ class Counts(NamedTuple):
 class MicroBatch:
     """A batch and its counts (as in Counts), without broken samples.
 
-    places: positions of its samples in the planned micro-batch. A pair of preferences is one sample. is_counted: True
-    on one of the ranks that share its tokens; each such rank has a part of the tokens in `batch`, but the numbers of
-    the whole. numbers: indices of its samples in `batch`, if that also contains broken ones; None if it does not.
+    places: positions of its samples in the planned micro-batch. A preference pair is one sample. is_counted: True on
+    one of the ranks that share the tokens. Each has a part of the tokens in `batch`, but the counts for all tokens.
+    numbers: indices of its samples in `batch`; None if `batch` has no broken samples.
     """
 
     batch: Batch
@@ -87,7 +87,7 @@ class MicroBatch:
 class Window:
     """This rank's micro-batches of one optimizer step, on the device.
 
-    num_planned: samples of the step over all ranks, broken ones included; data_wait_s: time spent waiting for the data;
+    num_planned: samples of the step over all ranks, including broken samples; data_wait_s: time spent waiting for data;
     passes: optimizer updates, each over all micro-batches; metrics: sums delivered with the micro-batches, as in
     MicroLoss.
     """
@@ -100,7 +100,7 @@ class Window:
 
     @property
     def batches(self) -> list[Batch]:
-        """Return the tensors alone."""
+        """Return the batches without their counts."""
         return [micro.batch for micro in self.micro_batches]
 
     @property
@@ -133,11 +133,11 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches of these samples on the device, decoded ahead of use.
 
-    Ranks that share tokens each get a part of every micro-batch; they take the same batches in step with each other.
+    Ranks that share tokens each get a part of every micro-batch, so they must iterate over the same batches together.
     """
     options = {
         "num_workers": num_workers,
-        "generator": torch.Generator(),  # the loader draws a seed, by default from the global one
+        "generator": torch.Generator(),  # else the loader would draw a seed from the global one
         "pin_memory": device.type == "cuda",
     }
     if num_workers:
@@ -158,7 +158,7 @@ def _shared(
 ) -> Iterator[MicroBatch]:
     """Yield this rank's part of each micro-batch, in step with the ranks that have the same samples.
 
-    options: for the DataLoader.
+    options: arguments of the DataLoader.
     """
     from llava_ds.data.shared_loader import PartsOfMicroBatches
 
@@ -195,7 +195,7 @@ def _agreed(cut: "CutMicroBatch", mesh: Mesh) -> MicroBatch:
 
 
 def micro_batch_of(items: list[LoadedSample | LoadedPair | BrokenSample], options: ImageOptions) -> MicroBatch:
-    """Collate loaded samples into a micro-batch; broken ones are only reported."""
+    """Collate loaded samples into a micro-batch. Broken samples are left out, and listed in `broken`."""
     places = tuple(i for i, item in enumerate(items) if not isinstance(item, BrokenSample))
     return MicroBatch(
         batch=collate([sample for i in places for sample in items[i].samples], options),
@@ -206,5 +206,5 @@ def micro_batch_of(items: list[LoadedSample | LoadedPair | BrokenSample], option
 
 
 def numbers_of(kept: list[ItemCounts]) -> dict[str, int]:
-    """Count the contents of a MicroBatch of these items."""
+    """Return the counts of a MicroBatch with these items, by the names of its fields."""
     return {f"num_{name}": sum(getattr(each, name) for each in kept) for name in ItemCounts._fields[1:]}

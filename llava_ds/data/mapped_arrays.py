@@ -1,7 +1,7 @@
 """Arrays in files that all processes of a machine map, so that memory holds them once.
 
-A folder of arrays is published by one rename, like a generation of the cache. Its name encodes everything the arrays
-depend on, so it never changes and any process may write it.
+A folder of arrays is published by one rename, like a generation of the cache. The folder's name encodes everything that
+the arrays depend on, so its contents never change and any process may write it.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class Mapped:
 def mapped(folder: Path, make: Callable[[], Mapped]) -> Mapped:
     """Map the arrays of a folder. If it is missing, one process creates it while the others wait.
 
-    If the folder can't be written, every process keeps its own arrays in memory, and a line reports it.
+    If the folder can't be written, every process keeps its own arrays in memory, and a message says so.
     """
     found = _opened(folder)
     if found is not None:
@@ -80,7 +80,7 @@ def _write(folder: Path, made: Mapped) -> None:
                 os.fsync(file.fileno())
         facts = {"arrays": sorted(made.arrays), "facts": made.facts}
         (scratch / FACTS).write_text(json.dumps(facts), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)  # a truncated one
+        shutil.rmtree(folder, ignore_errors=True)  # if it is truncated
         put_in_place(scratch, folder)
 
 

@@ -11,12 +11,12 @@ from llava_ds.videos import Clip
 SIZES = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")
 CHOICE = ("nframes", "min_frames", "max_frames", "video_start", "video_end")  # select a video file's frames
 
-_MOST_OPTIONS = 1024  # kept in memory: most data sets have a handful of settings
+_MOST_OPTIONS = 1024  # results in memory; most data sets have a handful of settings
 
 
 @lru_cache(maxsize=_MOST_OPTIONS)
 def with_settings(options: ImageOptions, kind: str, settings: tuple[tuple[str, float], ...]) -> ImageOptions:
-    """Apply the settings of one image or video to the options. kind and settings: of a Media.
+    """Apply the settings of one image or video to the options. kind, settings: as in Media.
 
     Raises DataError for a setting that can't be honoured. Source: qwen-vl-utils defines these settings.
     """

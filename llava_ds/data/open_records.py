@@ -1,4 +1,4 @@
-"""Records before encoding: their sources and encoder, and the facts that a start from the cache needs."""
+"""Open records before they are encoded, and collect the facts about them that a start from the cache needs."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.ranks import printable
 
-HASHES_VERSION = 1  # version of the notes on hashed files; raise it when a file's hash would change
+HASHES_VERSION = 1  # version of the notes on hashed files; increment it when a file's hash would change
 
 
 def open_records(
@@ -61,7 +61,7 @@ def checker_of(
 def facts_of(checker: Checker, cache_dir: Path) -> KnownRecords:
     """Collect the facts of opened records. Hashes their files.
 
-    Raises ConfigError if the first records would not be learned as requested (prompt_check).
+    Raises ConfigError if no answer in the first records matches its prompt (prompt_check).
     """
     names = short_names([source.path for source in checker.sources])
     sources = [_facts_of(source, name, cache_dir) for source, name in zip(checker.sources, names)]
@@ -87,8 +87,8 @@ def _facts_of(source: Source, name: str, cache_dir: Path) -> KnownSource:
 
 
 def files_read(data_path: str, checker: Checker) -> list[str] | None:
-    """Return the record files if they were opened by name alone; None if folders, patterns or stores were searched,
-    since their contents may change."""
+    """Return the record files if all were opened by name. Returns None if folders, patterns or stores were searched,
+    because their contents may change."""
     sources, is_mixture = checker.sources, data_path.endswith(MIXTURE_SUFFIXES)
     named = all(each.kind in ("json", "jsonl") and os.path.isfile(each.path) for each in sources)
     if not named or (len(sources) > 1 and not is_mixture):
@@ -97,7 +97,7 @@ def files_read(data_path: str, checker: Checker) -> list[str] | None:
 
 
 def file_stamp(source: Source, path: str, cache_dir: Path) -> str:
-    """A text that changes whenever encoded rows would. A tar's includes its file's state, because slices may move."""
+    """Return a text that changes if the rows would. For a tar it includes the file's state: slices may move."""
     if source.kind != "webdataset":
         return file_digest(source, path, cache_dir)
     with read_errors(path):

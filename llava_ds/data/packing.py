@@ -3,8 +3,8 @@
 The plan depends on the samples' sizes alone, so every rank computes the same one without communication.
 
 A local search balances the packs, because every round takes as long as its slowest rank. Without it (heaviest sample
-first into the lightest pack, best fit where that breaks the bound), steps take 1 % longer at the median: 0 % where most
-packs are one sample, up to 6.5 % with one pack of 8,192 tokens per rank. Measured for 128 to 2,048 samples of
+first into the lightest pack, best fit if that exceeds the bound), steps take 1 % longer at the median: 0 % if most
+packs hold one sample, up to 6.5 % with one pack of 8,192 tokens per rank. Measured for 128 to 2,048 samples of
 LLaVA-1.5's mix of lengths, 8 to 64 ranks and bounds of 2,048 to 16,384 tokens (run/dev/measure.py packing --plain).
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from llava_ds.data.spreading import spread
 
 _EVEN_ENOUGH = 0.01  # allowed difference between the heaviest and the lightest pack, relative to the mean
-_EXCHANGES = 2  # maximum per pack
+_EXCHANGES = 2  # maximum number of exchanges per pack
 
 
 def plans_across_epochs(
@@ -27,7 +27,7 @@ def plans_across_epochs(
 ) -> Iterator[list[list[list[int]]]]:
     """Yield plans of steps that continue into the next epoch when an epoch ends within a step.
 
-    With several ranks, an epoch's last micro-batches are filled up from its first samples; on one rank they stay short.
+    On several ranks, an epoch's last micro-batches are filled with its first samples. On one rank, they stay smaller.
     epochs: samples in order, per epoch; begun: micro-batches per rank that earlier steps took from the first epoch.
     Plans are as in step_plan.plan_by_count.
 
@@ -43,7 +43,7 @@ def plans_across_epochs(
                 of_all = np.take(samples, range(i * size, (i + 1) * size), mode="wrap").tolist()
             step.append([of_all[rank * micro_size : (rank + 1) * micro_size] for rank in range(dp)])
             taken += 1
-            # The end of a short epoch also ends a step; the count continues, as in transformers.
+            # The end of an epoch shorter than a step also ends the step. The count continues, as in transformers.
             if taken % num_micro_batches == 0 or i == last < num_micro_batches:
                 yield [list(micro_batches) for micro_batches in zip(*step)]
                 step = []
@@ -53,9 +53,9 @@ def plans_across_epochs(
 def sample_costs(
     tokens: np.ndarray, others: Sequence[np.ndarray], pair_cost: float, other_costs: Sequence[float]
 ) -> np.ndarray:
-    """Cost of each sample of a step, (samples,) int64: all its work, in units of one token.
+    """Compute each sample's cost, (samples,) int64: its total work in units of one token.
 
-    others: each sample's supervised tokens, tiles and pairs of tiles, or nothing. A sample of L tokens costs
+    others: supervised tokens, tiles and pairs of tiles of each sample, or empty. A sample of L tokens costs
     L + pair_cost L**2 (matrices and attention) and other_costs times the others (output layer and tower), both in
     units of one token's matrices. The unit includes the work that every sample has per token, so that samples without
     images and with equal shares of supervised tokens cost L + pair_cost L**2.
@@ -78,9 +78,9 @@ def plan_by_tokens(
 ) -> list[list[list[int]]]:
     """Pack samples into packs of at most max_tokens tokens in few rounds, balanced by cost.
 
-    lengths and costs: per sample, above 0. A sample longer than max_tokens gets its own pack. Returns
-    [rank][micro-batch] -> samples, heaviest first. ZeRO-3 needs equally many packs on every rank; empty ones are added
-    only if there are too few samples.
+    lengths, costs: length and cost of each sample, above 0. A sample longer than max_tokens gets its own pack. Returns
+    [rank][micro-batch] -> samples, heaviest first. ZeRO-3 needs equally many packs on every rank, so empty packs are
+    added if there are too few samples.
     """
     lengths, costs = np.asarray(lengths, np.int64), np.asarray(costs, np.int64)
     fewest = _whole_rounds(_least_packs(lengths, max_tokens), dp)
@@ -88,11 +88,11 @@ def plan_by_tokens(
     if packs is None:
         full = _best_fit(lengths, max_tokens)
         most = _whole_rounds(len(full), dp)
-        # One round more than the arithmetic minimum often suffices where best fit needs two.
+        # One round more than the arithmetic minimum often suffices when best fit needs two more.
         for num_packs in sorted({min(fewest + dp, most), most} - {fewest}):
             packs = packs or _balance_packs(lengths, costs, num_packs, max_tokens)
         packs = packs or _filled_up(full, lengths, costs, most, max_tokens)
-    # The heaviest pack is the first to run out of memory: run it first, not after an hour.
+    # Run the heaviest pack first: if memory does not suffice, the run fails at once, not after an hour.
     sizes, places = _joined(packs)
     heaviest_first = np.argsort(-_sums(sizes, costs[places]), kind="stable").tolist()
     packs = _parts(sizes, np.asarray(samples, np.int64)[places])
@@ -106,13 +106,13 @@ def _joined(packs: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _parts(sizes: np.ndarray, joined: np.ndarray) -> list[list[int]]:
-    """Split into parts of these sizes."""
+    """Split `joined` into lists of these sizes."""
     values, ends = joined.tolist(), np.cumsum(sizes).tolist()
     return [values[begin:end] for begin, end in zip([0, *ends], ends)]
 
 
 def _sums(sizes: np.ndarray, joined: np.ndarray) -> np.ndarray:
-    """Sum each part of these sizes."""
+    """Split `joined` into parts of these sizes, and return the sum of each part."""
     ends = np.cumsum(sizes)
     sums = np.concatenate([[0], np.cumsum(joined)])
     return sums[ends] - sums[ends - sizes]
@@ -131,7 +131,7 @@ def _least_packs(lengths: np.ndarray, max_tokens: int) -> int:
 
 
 def _balance_packs(lengths: np.ndarray, costs: np.ndarray, num_packs: int, max_tokens: int) -> list[list[int]] | None:
-    """Distribute sample positions over packs of nearly equal cost; None if these exceed the bound."""
+    """Distribute sample positions over packs of nearly equal cost. Returns None if a pack then exceeds max_tokens."""
     count = max(1, len(lengths))
     packs, loads = _spread(costs, num_packs)
     _balance(packs, loads, count, int(_EVEN_ENOUGH * sum(loads) / num_packs), 0)
@@ -203,8 +203,8 @@ def _filled_up(
 ) -> list[list[int]]:
     """Split the heaviest pack in two until there are num_packs, then balance them by cost.
 
-    packs: sample positions, within max_tokens tokens; so are the returned packs. Empty packs are added once every pack
-    is down to one sample.
+    packs: sample positions. Packs within max_tokens tokens stay within it. Empty packs are added once every pack is
+    down to one sample.
     """
     count, cost_of = len(lengths), costs.tolist()
     filled = [sorted([i - cost_of[i] * count for i in pack]) for pack in packs]  # entries
@@ -239,9 +239,9 @@ def _balance(
 ) -> None:
     """Exchange samples of the heaviest pack for lighter samples of the lightest pack, in place.
 
-    Ends when the packs differ by at most slack, when none is above bound, or when nothing helps. packs: of entries;
-    loads: their weights; count: number of samples; exchange: _exchange or a function like it. No pack becomes heavier
-    than the heaviest was, and a heavy pack of one sample is left unchanged.
+    Ends when the packs differ by at most slack, when none is above bound, or when no exchange helps. packs: lists of
+    entries; loads: weight of each pack; count: number of samples; exchange: a function like _exchange (the default). No
+    pack becomes heavier than the heaviest was, and a heavy pack of one sample is left unchanged.
     """
     exchange = exchange or _exchange
     ranked = sorted(zip(loads, range(len(packs))))
@@ -291,7 +291,7 @@ def _exchange_within(
 ) -> tuple[int, int]:
     """Like _exchange, but only with pairs that leave both packs within max_tokens. Slower: tries every pair.
 
-    tokens: per sample.
+    tokens: number of tokens of each sample.
     """
     heavy_room, light_room = (max_tokens - sum([tokens[entry % count] for entry in pack]) for pack in (heavy, light))
     half = apart * count // 2

@@ -33,9 +33,9 @@ from llava_ds.layouts import ImageText, MediaLayout
 from llava_ds.runtime.main_thread import no_collection
 from llava_ds.runtime.ranks import printable
 
-Row = dict[str, object]  # a row of ROWS, with "seen" for COLUMNS, and "input_ids", "labels" and "weights" in full
+Row = dict[str, object]  # a row of ROWS; "seen" replaces COLUMNS, "input_ids", "labels" and "weights" are unpacked
 
-PART_BYTES = 4 << 20  # text checked together; its tokens take a multiple of this memory
+PART_BYTES = 4 << 20  # bytes of text to check together; their tokens take several times this memory
 
 MAX_ID = 200  # characters of a rejected record's id
 
@@ -60,14 +60,14 @@ class Checker:
 
     @property
     def schema(self) -> pa.Schema:
-        """ROWS, or PAIR_ROWS for preferences; plus OTHER_COLUMNS if sources keep them, and FIELDS if a plugin has
-        any."""
+        """Schema of the rows: ROWS, or PAIR_ROWS for preferences; with OTHER_COLUMNS if a source keeps them, and FIELDS
+        if a plugin reads fields."""
         rows = PAIR_ROWS if self.takes_pairs else ROWS
         rows = rows.append(OTHER_COLUMNS) if any(source.other_columns for source in self.sources) else rows
         return rows.append(pa.field(FIELDS, pa.string())) if record_fields() else rows
 
     def __call__(self, records: pa.Table) -> pa.Table:
-        with no_collection():  # records make no cycles, and a collection visits every object of every library
+        with no_collection():  # checking makes no cycles, and a collection visits every object of the process
             parts = [self._rows(records.slice(first, last - first)) for first, last in _parts(records.column("text"))]
         return pa.concat_tables(parts)
 
@@ -137,10 +137,10 @@ class Checker:
 
     def _look_at(self, media: Media) -> tuple[SizedMedia, list[SeenFile]]:
         try:
-            stamps = stamps_of(media, self.image_options)  # first, so that later changes show in the stamp
+            stamps = stamps_of(media, self.image_options)  # before reading, so that later changes alter the stamp
             sized = SizedMedia.of(media, self.image_options)
             return sized, seen_files(media, self.image_options, stamps)
-        except (DataError, ConfigError) as error:  # ConfigError: a missing extra, perhaps installed next time
+        except (DataError, ConfigError) as error:  # ConfigError: a missing extra; it may be installed later
             raise FileProblem(str(error)) from error
         except OSError as error:
             raise FileProblem(f"{error.filename or media.refs[0].path} can't be read: {error.strerror}") from error
@@ -163,7 +163,7 @@ class Checker:
             turns += message.role == "gpt"
             if message.thought is not None or message.tool_calls:
                 words += len(f"{message.thought or ''} {message.tool_calls}".split())
-        has_field = one.media or sample.unmarked == IMAGE_LEFT_OUT  # LLaVA tests for the record's field "image"
+        has_field = one.media or sample.unmarked == IMAGE_LEFT_OUT  # LLaVA tests for the record's key "image"
         return {
             "id": sample.id,
             "reason": None,
@@ -203,7 +203,7 @@ class Checker:
 
 @dataclass
 class _Checked:
-    """A checked record, ready to encode. layouts: of each of its media; fields: of plugins, JSON."""
+    """A checked record, ready to encode. layouts: layout of each image or video; fields: plugins' fields as JSON."""
 
     sample: Sample
     transcripts: list[Transcript]
@@ -214,7 +214,7 @@ class _Checked:
 
     @property
     def marks(self) -> list[int | ImageText]:
-        """The encoder's insertions for each of the media."""
+        """MediaLayout.mark of each image or video, for the encoder."""
         return [layout.mark for layout in self.layouts]
 
 
@@ -258,7 +258,7 @@ def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
 
 
 def _parts(texts: pa.ChunkedArray) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) rows of parts of at most PART_BYTES of text each. A larger record is its own part."""
+    """Yield (first, end) rows of parts with at most PART_BYTES of text each. A larger record is a part by itself."""
     ends = np.cumsum(pa.compute.binary_length(texts).to_numpy())
     first = 0
     while first < len(ends):

@@ -1,8 +1,8 @@
 """Check that the prompt for an answer is a prefix of the text in which the answer is learned, token by token.
 
 Chat templates of reasoning models end the prompt inside an open thought, or after an empty one, but may omit that
-thought before an existing answer: the model is then never prompted as it was trained. The check renders a few
-conversations per template and set of variables, never a record.
+thought before an existing answer: training then never shows such a prompt. The check renders a few test
+conversations per template and set of variables, not every record.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from llava_ds.layouts import ImageText
 from llava_ds.template_variables import FLAG, default_values, read_variables
 from llava_ds.videos import Footage
 
-# Answers to try: tokens may join the end of a prompt with the beginning of an answer.
+# Two beginnings of answers, because the tokenizer may join a token of the prompt with some beginnings.
 ANSWERS = ("A circle.", "7 of them.")
 THOUGHT = "It is round."
 # Tool call next to a thought, for templates that write thoughts only with calls.
 CALL = json.dumps([{"type": "function", "id": "abcdefghi", "function": {"name": "look", "arguments": {"at": "it"}}}])
 _QUESTION = "What is it?"
 NUM_RECORDS = 16  # records per source that are checked before all are encoded
-_SIZE, _FRAMES = (64, 64), 4  # size of the image and frames of the video in the conversations
+_SIZE, _FRAMES = (64, 64), 4  # the test image's size, the test video's number of frames
 _SHOWN = 200  # characters of a text shown in a message
 
 Marks = Sequence[int | ImageText]
@@ -40,8 +40,8 @@ Marks = Sequence[int | ImageText]
 
 @dataclass(frozen=True)
 class Difference:
-    """A mismatch of prompt and training text. asked, learned: the text after the question in each; why: how they
-    differ."""
+    """A mismatch of prompt and training text. asked, learned: the prompt's and the training text's part after the
+    question; why: how they differ."""
 
     asked: str
     learned: str
@@ -58,8 +58,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class AnswerForms:
-    """Mismatches for plain answers and for answers with a thought, None if they match; writes_plain, writes_thought:
-    True if the template writes such answers."""
+    """Results of the check. plain, thought: mismatch for answers without and with a thought, None if they match;
+    writes_plain, writes_thought: True if the template writes such answers."""
 
     plain: Difference | None
     thought: Difference | None
@@ -67,7 +67,7 @@ class AnswerForms:
     writes_thought: bool
 
     def difference_for(self, answer: Message | None) -> Difference | None:
-        """Mismatch for an answer, or None."""
+        """Return the mismatch that applies to an answer, or None."""
         if answer is None or (self.plain is None and self.thought is None):
             return None
         return self.thought if has_thought(answer) and self.writes_thought else self.plain
@@ -101,8 +101,8 @@ class PromptCheck:
     _faults: dict[str, str] = field(default_factory=dict)
 
     def forms(self, variables: str = "", with_video: bool = False) -> AnswerForms:
-        """Mismatches under template variables. variables: a JSON object, "" for none; with_video: use the template for
-        videos."""
+        """Return the results under template variables. variables: a JSON object, "" for none; with_video: test a
+        conversation with a video."""
         key = (variables, with_video)
         if key not in self._found:
             plain, thinking = (list(self._differences(*key, thought)) for thought in (None, THOUGHT))
@@ -121,7 +121,7 @@ class PromptCheck:
         return forms is not None and forms.plain is None and forms.thought is None
 
     def reason(self, transcript: Transcript, marks: Marks) -> str:
-        """Explain why a record's last answer is learned after a text other than its prompt; "" if the texts match."""
+        """Explain how the training text before a record's last answer differs from the prompt; "" if they match."""
         if self.is_settled:
             return ""
         if (variables := transcript.template_kwargs) and (fault := self._endless(variables)):
@@ -153,8 +153,8 @@ class PromptCheck:
         return self._faults[variables]
 
     def note_on_earlier(self) -> str:
-        """Line about earlier answers of a conversation, "" if they match. Some templates omit the (possibly empty)
-        thought before earlier answers, but write it before the last one."""
+        """Return a note if earlier answers of a conversation are not learned after their prompts, else "". Some
+        templates omit the (possibly empty) thought before earlier answers, but write it before the last one."""
         question, answer = Message("human", _QUESTION), Message("gpt", ANSWERS[0])
         try:
             asked = self.encoder.texts(Transcript((question, answer)), ())[0]
@@ -171,8 +171,8 @@ class PromptCheck:
         )
 
     def _may_join(self, transcript: Transcript) -> bool:
-        """True if the last answer begins with a line break: the tokenizer may join it with a preceding one. LLaVA's own
-        templates keep LLaVA's ids."""
+        """True if the last answer begins with a line break: the tokenizer may join it with one in the prompt. False for
+        LLaVA's own templates, because their ids must match LLaVA's."""
         last = transcript.messages[-1]
         begins = (last.thought or last.text)[:1]
         return self.encoder.template.write is None and last.role == "gpt" and begins in ("\n", "\r")
@@ -180,21 +180,21 @@ class PromptCheck:
     def _differences(
         self, variables: str, with_video: bool, thought: str | None, calls: str = ""
     ) -> Iterator[Difference | None]:
-        """Yield the mismatch of each conversation that the template writes: without and with an image, or with a video.
-        thought, calls: of the answer, as in Message."""
+        """Yield the mismatch, or None, for each test conversation that the template writes: without and with an image,
+        or with a video. thought, calls: the answer's, as in Message."""
         shown = [[self._video()]] if with_video else [[], [media_layout("image", (_SIZE,), 1, self.images).mark]]
         for marks in shown:
             question = Message("human", f"{IMAGE_TOKEN}\n{_QUESTION}" if marks else _QUESTION)
             for answer in ANSWERS:
                 messages = (question, Message("gpt", "" if calls else answer, thought, calls))
                 conversation = Transcript(messages, template_kwargs=variables)
-                with contextlib.suppress(DataError):  # each record with this error reports it
+                with contextlib.suppress(DataError):  # every affected record reports this error
                     if thought is None or thought in self.encoder.texts(conversation, marks)[1]:
                         yield self._compare(conversation, marks) or self._empty_thought(conversation, marks)
 
     def _empty_thought(self, conversation: Transcript, marks: Marks) -> Difference | None:
-        """Mismatch for a plain answer if the prompt ends inside an open thought, closed empty in training. The tokens
-        may or may not differ, depending on the tokenizer."""
+        """Return the mismatch for a plain answer if its prompt ends inside an open thought, but the training text has
+        an empty thought. With some tokenizers, the tokens alone don't show it."""
         *before, answer = conversation.messages
         if answer.thought:
             return None
@@ -202,7 +202,7 @@ class PromptCheck:
         try:
             asked, plain = self.encoder.texts(conversation, marks)
             asked_too, thought = self.encoder.texts(thinking, marks)
-        except DataError:  # templates without thoughts
+        except DataError:  # the template doesn't support thoughts
             return None
         begin, thinks = plain[len(asked) :].lstrip(), thought[len(asked_too) :].lstrip()
         if begin.startswith(answer.text) or not (thought.startswith(asked_too) and thinks.startswith(THOUGHT)):
@@ -221,7 +221,7 @@ class PromptCheck:
 
 
 def _difference_of(asked: str, learned: str, why: str) -> Difference:
-    """Build the mismatch of two texts after the check's question, or after the last words of a record's question."""
+    """Build the mismatch from both texts' parts after the test question, or near the end of a record's prompt."""
     known = asked.rfind(_QUESTION)
     place = max(0, len(asked) - _SHOWN // 2) if known < 0 else known + len(_QUESTION)
     return Difference(asked[place:], learned[place:], why)
@@ -244,7 +244,7 @@ def _why(prompt: list[int], whole: Encoded, texts: tuple[str, str]) -> str | Non
 def with_generation_prompt(encoder: Encoder, conversation: Transcript, marks: Marks, coded: Encoded) -> Encoded:
     """Prefix an encoded conversation with the generation prompt of its last answer; only that answer is supervised.
 
-    coded: the conversation as encoded for training; its tokens after the prompt are kept if they are the answer alone.
+    coded: the conversation as encoded for training; its tokens after the prompt are used if they are only the answer.
     Raises DataError for a prompt token beyond the rows of the model's embedding.
     """
     *before, answer = conversation.messages
@@ -268,7 +268,7 @@ def _is_next(encoder: Encoder, conversation: Transcript, marks: Marks) -> bool:
 
 
 def refuse_unmatched_prompts(check: PromptCheck, sources: Sequence[Source]) -> None:
-    """Raise ConfigError if none of the first records of any source matches its prompt.
+    """Raise ConfigError if no answer in the first records of all sources matches its prompt.
 
     Single mismatching records are reported by PromptCheck.reason.
     """
@@ -300,8 +300,8 @@ def refuse_unmatched_prompts(check: PromptCheck, sources: Sequence[Source]) -> N
 
 
 def _remedy(check: PromptCheck, with_thoughts: set[bool], of_record: bool = False) -> str:
-    """Suggest a remedy for answers that don't match their prompts. with_thoughts: answers with a thought, without, or
-    both; of_record: for a single record, which can set variables itself."""
+    """Suggest a remedy for answers that don't match their prompts. with_thoughts: has True for answers with a
+    thought, False for answers without; of_record: suggest a change to a single record, not to the run."""
     if check.encoder.template.write is not None:
         return "give another --version"
     if (variables := fitting_variables(check, with_thoughts)) is not None:

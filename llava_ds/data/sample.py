@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 BOX_MARK, REF_MARK = "<bbox>", "<ref-object>"
 
 
-# Message, Transcript and Sample are not frozen: frozen ones take five times as long to create, and a record creates
-# ten.
+# Message, Transcript and Sample are not frozen, because frozen dataclasses take five times as long to create, and a
+# record needs ten.
 
 
 @dataclass
@@ -23,8 +23,8 @@ class Message:
 
     thought: an answer's reasoning before its text, or None; tool_calls: an answer's calls, a JSON list in OpenAI's
     form, "" for none; weight: loss weight of an answer's tokens, 0 for context only; keeps_spaces: True for the text of
-    a list of parts (special_tokens.join_parts), written unchanged as a processor does; name: of a speaker or a tool, or
-    ""; call_id: of the call that a tool's result answers, or "".
+    a list of parts (special_tokens.join_parts), written unchanged as a processor does; name: the speaker's or tool's
+    name, or ""; call_id: id of the call that a tool's result answers, or "".
     """
 
     role: str
@@ -91,7 +91,7 @@ class Media:
 
 @dataclass(frozen=True)
 class Box:
-    """A box or a point on one of a sample's images (index from 0). numbers: in the units of bbox_type."""
+    """A box or a point on one of a sample's images (index from 0). numbers: coordinates, as bbox_type defines."""
 
     image: int
     numbers: Numbers
@@ -112,8 +112,8 @@ class Sample:
     """One record. Paths are real and inside the given folders; media are in the order of the marks.
 
     messages: for a preference they end with the chosen answer; rejected: the messages with the rejected answer instead;
-    margin: of the chosen over the rejected answer, or a single answer's label, 1 or -1; refs, boxes: the names and
-    boxes of a conversation's marks; tools, template_kwargs: as in Transcript; unread: keys of the record that have a
+    margin: by how much the chosen answer is better, or a single answer's label, 1 or -1; refs, boxes: names and boxes
+    for the marks in the texts; tools, template_kwargs: as in Transcript; unread: keys of the record that have a
     value and are not read; other_columns: the record without its conversation and media, a JSON object, "" unless the
     source keeps it.
     """

@@ -21,7 +21,7 @@ from llava_ds.data.mapped_arrays import Mapped, mapped
 from llava_ds.data.sample import IMAGE_LEFT_OUT, UNMARKED_TEXTS
 from llava_ds.data.seen_files import contents_digest
 
-VERSION = 4  # raise it when the index of the same rows would change
+VERSION = 4  # increment it when the index of the same rows would change
 
 LLAVA_TOKENS_PER_IMAGE = 128  # words that LLaVA adds to the length of a sample with images
 
@@ -33,12 +33,12 @@ PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
 
 @dataclass(frozen=True)
 class SampleIndex:
-    """Numbers of the samples, in their order.
+    """Numbers per sample, in the samples' order.
 
-    rows: each sample's row in the table of all records; lengths: tokens; num_targets: supervised tokens; words: LLaVA's
-    measure of length, negative without images; words_next: LLaVA-NeXT's; num_images: images and videos; num_tiles: of
-    both; all (samples,) int32; tile_pairs: as in Counts, int64. folder: for other data derived from the samples alone;
-    facts: sums over the samples, from _sums.
+    rows: row in the table of all records; lengths: tokens; num_targets: supervised tokens; words: length as LLaVA
+    counts it, negative without images; words_next: length as LLaVA-NeXT counts it; num_images: images and videos;
+    num_tiles: their tiles. These are (samples,) int32. tile_pairs: as in Counts, int64. folder: cache folder for data
+    derived from these samples; facts: sums over the samples, from _sums.
     """
 
     folder: Path
@@ -55,8 +55,8 @@ class SampleIndex:
     def part(self, name: str, draw: Callable[[], np.ndarray], table: RowTable) -> "SampleIndex":
         """Build the index of some of the samples.
 
-        name: everything that the part depends on; draw: returns the samples in order, hashed as facts["drawn"]; table:
-        of all records.
+        name: identifies the selection; draw: returns the selected samples in order (facts["drawn"] is their hash);
+        table: table of all records.
         """
         folder = self.folder.with_name(f"{self.folder.name}-{digest_of([name])}")
 
@@ -71,8 +71,8 @@ class SampleIndex:
 
 @dataclass(frozen=True)
 class TableIndex:
-    """Index of a whole table. rejected: rows of the rejected records; outcome: hashes of the acceptance flags and of
-    all lengths; contents: hash of all files' contents. The hashes are part of the fingerprint."""
+    """Index of a whole table. rejected: rows of the rejected records; outcome: hash of the acceptance flags and hash of
+    all lengths; contents: hash of the image and video files. The hashes are part of the fingerprint."""
 
     accepted: SampleIndex
     rejected: np.ndarray
@@ -130,7 +130,7 @@ def _made(table: RowTable) -> Mapped:
 
 
 def _has_images_of_next(table: RowTable) -> np.ndarray:
-    """(records,) bool: True where LLaVA-NeXT adds an image's words. Videos are in another field and add none."""
+    """Return (records,) bool: True if LLaVA-NeXT adds words for an image. For videos it adds none."""
     shown = pa.compute.match_substring(table.column("media"), '["image", [')
     left_out = pa.compute.equal(table.column("unmarked"), IMAGE_LEFT_OUT)
     return pa.compute.or_kleene(shown, left_out).fill_null(False).to_numpy()
@@ -179,7 +179,7 @@ def _num_weighed(table: RowTable, rows: np.ndarray) -> int:
 
 
 def numbers(table: RowTable, name: str) -> np.ndarray:
-    """A column of numbers."""
+    """Return a column of numbers as an array."""
     return table.column(name).to_numpy()
 
 

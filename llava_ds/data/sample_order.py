@@ -14,7 +14,7 @@ from llava_ds.data.fingerprint import digest_of
 from llava_ds.data.mapped_arrays import Mapped, mapped, remove_unused
 from llava_ds.data.permutations import order_rows, permutation
 
-VERSION = 1  # version of saved orders; raise it when the order for the same settings would change
+VERSION = 1  # version of saved orders; increment it when the order for the same settings would change
 SHARED_SAMPLES = 200_000  # from this size on, an epoch's order is computed once per machine and mapped by its ranks
 
 
@@ -24,13 +24,13 @@ class SampleOrder:
 
     An epoch depends only on the seed and its number: no state is saved, and training can start from any step. For a
     given seed, "random" and the orders of LLaVA's and LLaVA-NeXT's samplers match their Trainer in one process, on any
-    number of ranks; on several ranks, the originals' draws depend on more than the seed. how: "random"; "file", the
-    files' order; "modality" (LLaVA), "length", "modality_auto" and "varlen" (LLaVA-NeXT); "bucket", steps of samples of
-    similar length; "images", the samples of an image in sequence; "shards", by_shards with shuffled_together shards.
+    number of ranks; on several ranks, theirs depend on more than the seed. how: "random"; "file", the files' order;
+    "modality" (LLaVA), "length", "modality_auto" and "varlen" (LLaVA-NeXT); "bucket", steps of samples of similar
+    length; "images", the samples of an image in sequence; "shards", by_shards with shuffled_together shards.
     lengths: above 0; for "modality" and "modality_auto" negative for samples without images; for "images" the index of
-    each sample's image; for "shards" the number of samples per shard. micro_batch_size: LLaVA spreads a step's lengths
-    over micro-batches. accumulation: micro-batches of a rank in a step, used by "varlen". folder: the lengths' index
-    folder; large orders are saved next to it for all processes. None: in memory only.
+    each sample's image; for "shards" the number of samples per shard. micro_batch_size: LLaVA's orders balance lengths
+    over micro-batches of this size. accumulation: micro-batches of a rank in a step, used by "varlen". folder: index
+    folder of the samples, next to which large orders are saved for all processes; None: keep orders in memory.
     """
 
     num_samples: int
@@ -60,8 +60,8 @@ class SampleOrder:
             epoch, step = epoch + 1, 0
 
     def scan(self, unit: int, first: int, last: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield samples in units of one size, many units at a time, from unit `first` up to but not including `last`,
-        counted over all epochs.
+        """Yield the samples in units of `unit` samples, many units at a time. first, last: range of units (without
+        `last`), counted over all epochs.
 
         Yields the index of the first unit, and (units, samples) int32. A shorter last unit of an epoch is yielded
         alone.
@@ -78,7 +78,7 @@ class SampleOrder:
         """Return one epoch's order, (samples,) int32, memory-mapped for large data."""
         if self.folder is None or self.num_samples < SHARED_SAMPLES:
             return self._made(epoch)
-        # Next to the index folder, not inside: that folder is published as a whole.
+        # Not inside the index folder, because that folder is published as a whole.
         orders = self.folder.with_name(f"{self.folder.name}-orders")
         settings = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in _NOT_SETTINGS]
         folder = orders / digest_of(map(str, [VERSION, *settings, epoch]))
@@ -105,7 +105,7 @@ class SampleOrder:
         return self._drawn(lengths, generator)
 
     def _drawn(self, lengths: np.ndarray, generator: torch.Generator) -> np.ndarray:
-        """Draw the next epoch's order. The generator has drawn all earlier ones."""
+        """Return the next epoch's order. generator: must have generated the orders of all earlier epochs."""
         _number(generator)
         if self.how == "random":
             return permutation(self.num_samples, torch.Generator().manual_seed(_number(generator)))
@@ -128,13 +128,13 @@ def shards_in_order(num_shards: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def by_shards(sizes: Sequence[int], together: int, seed: int, epoch: int) -> np.ndarray:
-    """Shards in random order, with the samples of `together` consecutive shards shuffled together. Needs no lengths of
-    samples.
+    """Return shards in random order, with the samples of `together` consecutive shards shuffled together. It does not
+    depend on the samples' lengths.
 
     sizes: number of samples per shard, laid end to end.
     """
     generator = torch.Generator().manual_seed(seed + epoch)
-    shards = permutation(len(sizes), generator)  # the same draw as shards_in_order
+    shards = permutation(len(sizes), generator)  # the same order as shards_in_order
     ends, parts = np.cumsum(sizes), []
     for first in range(0, len(shards), together):
         ranges = [np.arange(ends[i] - sizes[i], ends[i], dtype=np.int32) for i in shards[first : first + together]]

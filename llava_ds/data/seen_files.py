@@ -1,4 +1,4 @@
-"""Image and video files that the rows of a data set were made from, recorded to detect changes.
+"""Record the image and video files that a data set's rows were made from, to detect changes.
 
 The preflight records a stamp and a content hash per file (llava_ds.files.reading). The hashes are part of the data
 set's fingerprint. When rows come from the cache, the stamps show which files must be read again.
@@ -33,11 +33,11 @@ COLUMNS = [("files", pa.list_(pa.binary())), ("stamps", pa.list_(pa.int64())), (
 LISTED = pa.schema({"path": pa.string(), "num_bytes": pa.int64(), "mtime_ns": pa.int64(), "contents": pa.string()})
 # Files up to this size are hashed completely, faster than decoding them; larger files are videos.
 WHOLE_BYTES = 32 << 20
-THREADS = 8  # threads for stamps and blocks: network disks answer slowly
+THREADS = 8  # threads that read stamps and blocks: network disks answer slowly
 STORE_THREADS = 64  # object stores are slower, and serve many requests at once
-NUM_SAMPLED = 256  # number of files to read again at every start, whatever their stamps
+NUM_SAMPLED = 256  # number of files to read again at every start, even if their stamps match
 FILES_PER_PROCESS = 16  # minimum row files per process: 65,000 records, checked by one process in 0.2 s
-NUM_REMEMBERED = 1 << 18  # number of stamps kept of images shared by many records, some 300 bytes each
+NUM_REMEMBERED = 1 << 18  # stamps in memory (300 bytes each), for images that many records share
 MOST_NAMED = 5
 
 
@@ -55,7 +55,7 @@ def stamps_of(media: Media, options: ImageOptions) -> list[Stamp]:
 
 
 def seen_files(media: Media, options: ImageOptions, stamps: list[Stamp]) -> list[SeenFile]:
-    """Hash the contents of these files. Raises OSError, and DataError for irregular files."""
+    """Hash an image's or video's files. stamps: from stamps_of. Raises OSError, and DataError for irregular files."""
     return [SeenFile(ref.path, stamp, _digest(ref)) for ref, stamp in zip(used_files(media, options), stamps)]
 
 
@@ -90,9 +90,9 @@ def changed_files(
 ) -> list[str]:
     """Find files that changed since the rows were made from them, or can no longer be read.
 
-    Checks the stamps of all files; reads files with new stamps, and NUM_SAMPLED others. refs_of: parses the text of a
-    row's media to its Media; numbers: indices of the table's files to check (default: all). Many files are divided
-    among up to most_processes processes: each check takes 3 us of a core.
+    Checks the stamps of all files. Reads the files with new stamps, and NUM_SAMPLED other files. refs_of: parses a
+    row's media text to Media; numbers: indices of the table's files to check (default: all). Many files are divided
+    among up to most_processes processes, because each check takes 3 us of a core.
     """
     numbers = range(len(table.paths)) if numbers is None else numbers
     num_parts = max(1, min(most_processes, len(numbers) // FILES_PER_PROCESS))
@@ -132,7 +132,7 @@ def _changed_in(table: RowTable, options: ImageOptions, refs_of, numbers: np.nda
 def _differ(
     rows: pa.Table, paths: pa.Array, stamps: dict[bytes, tuple[int, ...]], pool: ThreadPoolExecutor
 ) -> np.ndarray:
-    """(entries,) bool: True where a file's stamp differs from the one in its row. stamps: of files checked before."""
+    """Return (entries,) bool: True if a file's stamp differs from its row's. stamps: cached stamps by path."""
     coded = paths.dictionary_encode()
     distinct = coded.dictionary.to_pylist()
     if len(stamps) > NUM_REMEMBERED:
@@ -144,7 +144,7 @@ def _differ(
 
 
 def _refs(rows: pa.Table, entries: np.ndarray, options: ImageOptions, refs_of) -> list[FileRef]:
-    """Return references to the bytes of some entries of the flat columns."""
+    """Return a FileRef for each entry. entries: indices into the flattened file columns."""
     ends = np.cumsum(pa.compute.list_value_length(rows.column("files")).to_numpy())
     numbers = np.searchsorted(ends, entries, "right")
     texts = rows.column("media").take(pa.array(numbers)).to_pylist()
@@ -157,7 +157,7 @@ def _refs(rows: pa.Table, entries: np.ndarray, options: ImageOptions, refs_of) -
 
 
 def _in_threads(act, items: list, pool: ThreadPoolExecutor) -> list:
-    """Apply act to every item in threads, a slice each: starting a task takes longer than reading a stamp."""
+    """Apply act to every item. Each thread gets a slice: starting a task takes longer than reading a stamp."""
     in_store = any(is_remote(os.fsdecode(getattr(item, "path", item))) for item in items[:1])
     size = max(1, -(-len(items) // (STORE_THREADS if in_store else THREADS)))
     slices = [items[start : start + size] for start in range(0, len(items), size)]
@@ -204,7 +204,7 @@ def write_data_files(output_dir: Path, table: RowTable) -> None:
     """
 
     def write(path: Path) -> None:
-        # An error of pyarrow's own open names no file.
+        # Errors of pyarrow's own open don't name the file.
         with open(path, "wb") as file, pa.parquet.ParquetWriter(file, LISTED, compression="zstd") as writer:
             for part in _listed(table):
                 writer.write_table(part)
@@ -238,7 +238,7 @@ def changes_since(table: RowTable, run_dir: Path) -> str:
 
 
 def _some(paths: Iterable[str]) -> str:
-    """The first few paths, and the number of others."""
+    """Format the first few paths and the number of remaining paths."""
     paths = sorted(paths)
     more = f" and {len(paths) - MOST_NAMED:,} more" if len(paths) > MOST_NAMED else ""
     return ", ".join(paths[:MOST_NAMED]) + more

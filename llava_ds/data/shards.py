@@ -1,9 +1,9 @@
 """Check and encode records in shards, shared by any number of processes on any number of machines.
 
-They meet in a work folder of the cache. One process reads the sources and writes records-N.arrow; any idle process
-turns a shard into rows-N-HASH.arrow. Both are published by one rename, so a kill loses only unfinished shards. Once all
-shards are encoded, the folder becomes a generation of the cache. A claim file marks a shard as in work. Claims only
-save work: two processes that encode the same shard write the same rows. A shard may be read as soon as its file exists.
+The processes share a work folder in the cache. One reads the sources and writes records-N.arrow. Any idle process
+encodes a shard to rows-N-HASH.arrow. Each file is renamed when complete, so a kill loses only unfinished shards, and
+a shard can be read once its file exists. When all are encoded, the folder becomes a generation of the cache. A claim
+file marks a shard in work. It only saves time: two processes that encode the same shard write the same rows.
 """
 
 import atexit
@@ -41,16 +41,16 @@ from llava_ds.runtime.output_lock import Process
 from llava_ds.runtime.processes import end_with_parent
 from llava_ds.runtime.ranks import progress_bar
 
-# Records per shard. Part of the caches' format: work folders left by a killed run are continued.
+# Records per shard. It is part of the cache's format, because runs continue the work folder of a killed run.
 SHARD_RECORDS = 4_096
-RECORDS_PER_BATCH, CHARS_PER_BATCH = 1_000, 8 << 20  # write buffer limits; the first one reached counts
-# Large row batches: each takes 15 kB of memory in every process that opens the cache.
+RECORDS_PER_BATCH, CHARS_PER_BATCH = 1_000, 8 << 20  # the buffer is written when it reaches either limit
+# Minimum size of a row batch: each batch takes 15 kB of memory in every process that opens the cache.
 BATCH_BYTES = 64 << 20
 SILENT_S = 60.0  # a claim from another machine expires when it is not renewed for this long
 TICK_S = 0.1
 NICENESS = 10  # encodes at low priority during training, so that training gets the processor first
 READING = "reading"  # name of the claim for reading
-READ = "read.json"  # in a work folder: written once all records are read
+READ = "read.json"  # file in a work folder that exists once all records are read
 
 _ROWS_FILE = re.compile(r"rows-(\d+)-[0-9a-f]{64}\.arrow")
 _RECORDS_FILE = re.compile(r"records-(\d+)\.arrow")
@@ -59,7 +59,7 @@ _PROCESS = TypeAdapter(Process)
 
 
 class _Read(TypedDict):
-    """Number of all records, and the outside files that they refer to."""
+    """Number of records, and the files outside the work folder that they refer to."""
 
     records: int
     elsewhere: list[str]
@@ -67,7 +67,7 @@ class _Read(TypedDict):
 
 @dataclass(frozen=True)
 class _State:
-    """Contents of a work folder: shards of records, row files by shard, and the facts once all records are read."""
+    """Contents of a work folder. rows: file name of each encoded shard; facts: None until all records are read."""
 
     read: frozenset[int]
     rows: dict[int, str]
@@ -98,8 +98,8 @@ def encode_together(
 ) -> None:
     """Check and encode the records of a data set, shared with other processes, until the generation is published.
 
-    folder: of the data set in the cache; number: of the generation; order: maps the number of shards to the order in
-    which to encode them. Starts up to num_workers processes. Raises DataError and ConfigError for sources that can't be
+    Starts up to num_workers processes. folder: the data set's cache folder; number: number of the generation; order:
+    maps the number of shards to the order in which to encode them. Raises DataError or ConfigError if a source can't be
     read, and OSError.
     """
     work = _Work(folder, number, order)
@@ -132,10 +132,10 @@ class _Work:
         self.path, self.final, self._order = folder / f"{number}.work", folder / str(number), order
         state = self.state()
         if state is not None and state.facts and not all(map(os.path.exists, state.facts["elsewhere"])):
-            shutil.rmtree(self.path, ignore_errors=True)  # left by a killed run; images may have been removed since
+            shutil.rmtree(self.path, ignore_errors=True)  # a killed run left it, and its images were removed since
 
     def state(self) -> _State | None:
-        """List the contents of the folder, created if missing; None once the generation is published."""
+        """List the folder's contents, and create it if missing. Returns None once the generation is published."""
         if self.final.exists():
             return None
         try:
@@ -155,7 +155,7 @@ class _Work:
         return _State(read, rows, facts)
 
     def in_turn(self, state: _State) -> list[int]:
-        """Waiting shards in encoding order (known once all records are read)."""
+        """Return the waiting shards in the given order, or in ascending order until all records are read."""
         if self._order is None or state.facts is None:
             return state.waiting
         waiting = set(state.waiting)
@@ -166,7 +166,7 @@ class _Work:
         return self.path / f"records-{shard:06d}.arrow"
 
     def scratch(self) -> Path:
-        """A path in the folder that no other process writes."""
+        """Return a temporary path in the folder that no other process uses."""
         return self.path / f".{secrets.token_hex(8)}.tmp"
 
     def finish(self, state: _State) -> None:
@@ -189,14 +189,14 @@ class _Work:
 
 
 class Claims:
-    """Claims on work in a folder: files, renewed by the process that they name.
+    """Claims on work in a folder. A claim is a file that names the process that holds and renews it.
 
-    A claim by a process of this machine holds while the process runs; one from another machine, while it is renewed.
+    A claim held on this machine is valid while its process runs. One from another machine is valid while it is renewed.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._mine = folder, Process.current()
-        self._seen: dict[str, tuple[int, float]] = {}  # by name: time of renewal, and when that was first seen
+        self._seen: dict[str, tuple[int, float]] = {}  # by name: last renewal, and when this process first saw it
 
     def take(self, name: str) -> bool:
         """Try to claim `name`. Returns False if a live process holds it, or if the folder is gone."""
@@ -264,7 +264,7 @@ class _Helpers:
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
-            process.kill()  # not SIGTERM: this process's handler was inherited
+            process.kill()  # they have inherited this process's handler of SIGTERM
             process.join()
 
     @property
@@ -272,8 +272,8 @@ class _Helpers:
         return any(process.is_alive() for process in self._processes)
 
     def start(self, state: _State | None) -> None:
-        """Start the processes, once, when there are enough shards for all or reading is complete. Raises a process's
-        error."""
+        """Start the processes as soon as each has a shard, or all records are read. Raises the error of a process that
+        failed."""
         if not self._errors.empty():
             raise self._errors.get()
         if any(process.exitcode for process in self._processes):
@@ -301,7 +301,7 @@ class _Helpers:
 
 
 class EncodingBeside:
-    """A process that encodes while this one trains, and ends with it."""
+    """A process that encodes while this process trains. It ends when this process ends."""
 
     def __init__(self, encode: Callable[[], None]) -> None:
         """encode: called in the forked process."""
@@ -323,7 +323,7 @@ class EncodingBeside:
 
     def _run(self, encode: Callable[[], None], parent: int) -> None:
         end_with_parent(parent)
-        # All processes of a stopped run get these signals; it still saves, and may need another shard first.
+        # All processes get the signals that stop a run. Ignore them: the run may need another shard before it saves.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         os.nice(NICENESS)
@@ -334,16 +334,16 @@ class EncodingBeside:
 
 
 def encoded_shards(folder: Path, number: int) -> dict[int, Path]:
-    """Files of the encoded shards of a generation, published or still in work."""
+    """Map each encoded shard of a generation to its file, also before the generation is published."""
     for path in (folder / str(number), folder / f"{number}.work"):
-        with contextlib.suppress(FileNotFoundError):  # it is renamed at the end
+        with contextlib.suppress(FileNotFoundError):  # the work folder is renamed at the end
             found = map(_ROWS_FILE.fullmatch, sorted(os.listdir(path), reverse=True))
             return {int(match[1]): path / match[0] for match in found if match}
     return {}
 
 
 def records_in_work(folder: Path, number: int) -> int | None:
-    """Number of records of a generation in work, once all are read."""
+    """Return the number of records of an unpublished generation; None until all are read."""
     with contextlib.suppress(FileNotFoundError):
         return read_json(folder / f"{number}.work" / READ, _Read)["records"]
     return None
@@ -421,7 +421,7 @@ def _record_batches(sources: tuple[Source, ...]) -> Iterator[tuple[int, pa.Recor
     total = num_chars = 0
     for number, source in enumerate(sources):
         for record in progress_bar(iterable=source.read(), desc=f"reading {Path(source.path).name}", delay=2):
-            # Broken text passes through, so that the checker rejects only that record.
+            # Keep invalid Unicode: the checker then rejects only this record.
             text = record.text.encode("utf-8", "surrogatepass")
             rows.append((number, record.file.encode("utf-8", "replace").decode(), record.line, record.index, text))
             total, num_chars = total + 1, num_chars + len(record.text)

@@ -1,5 +1,5 @@
-"""Micro-batches of ranks that share samples. Each rank decodes only its tiles; a sample that one can't decode is
-dropped by all."""
+"""Load micro-batches on ranks that share samples. Each rank decodes only the tiles it needs. If a rank can't decode a
+sample, all of these ranks drop it."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ Cut = Callable[[Batch, ImageOptions, Sequence[MediaLayout]], tuple[Batch, list[i
 class CutMicroBatch:
     """A rank's part of a planned micro-batch, still with samples that other ranks can't decode.
 
-    num_planned: items planned; places: positions of the batch's items among these; counts: of each of its items as a
-    whole; broken: samples that this rank found broken, by position.
+    num_planned: number of planned items; places: positions of the batch's items among these; counts: each item's
+    counts over all parts; broken: samples that this rank found broken, by position.
     """
 
     batch: Batch
@@ -74,7 +74,7 @@ class PartsOfMicroBatches(torch.utils.data.Dataset):
     def _pixels(
         self, distinct: dict[int, tuple[Undecoded, MediaLayout]], wanted: set[int]
     ) -> tuple[torch.Tensor, dict[int, str]]:
-        """Decode the wanted tiles (N, 3, H, S), by index in the whole micro-batch; unreadable tiles are black.
+        """Decode tiles (N, 3, H, S). wanted: tile indices in the whole micro-batch. Unreadable tiles are black.
 
         Also returns a reason per image or video, by its id; "" if it is readable.
         """

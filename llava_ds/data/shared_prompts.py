@@ -1,5 +1,5 @@
 # T tokens of all samples laid end to end, copies of prompts included; M image positions among them
-"""Packs that contain the shared prompt of several answers only once."""
+"""Build packs that contain the shared prompt of several answers only once."""
 
 import dataclasses
 
@@ -11,10 +11,10 @@ from llava_ds.geometry import ImageOptions
 
 
 def share_prompts(batch: Batch, shared: list[int], options: ImageOptions) -> Batch:
-    """Drop tokens that samples share with an earlier one; their other tokens attend to that copy.
+    """Drop tokens that samples share with an earlier sample. Their other tokens attend to that sample's copy.
 
-    batch: with all T tokens; shared: of each sample, as in LoadedSample.shared. The loss is the same: a prompt's last
-    token predicts the first token of every answer, and no position changes.
+    batch: has all T tokens; shared: LoadedSample.shared of each sample. The loss does not change: a prompt's last token
+    predicts the first token of every answer, and position ids stay the same.
     """
     starts, lengths = batch.cu_seqlens[:-1].tolist(), batch.lengths
     is_kept = torch.ones(batch.input_ids.shape[1], dtype=torch.bool)

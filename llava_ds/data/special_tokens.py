@@ -1,6 +1,6 @@
 """Keep special tokens and <image> in a record's text as plain text, and join the parts of a message's text.
 
-Noncharacters, reserved by Unicode for a program's own use, distinguish them from a template's own tokens. Texts with
+Unicode noncharacters replace them while a template's own tokens are recognised. Texts that already contain
 noncharacters are refused.
 """
 
@@ -15,7 +15,7 @@ from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 # As long as IMAGE_TOKEN, so that positions in a text stay the same.
 LITERAL_IMAGE = "\ufdd0image\ufdd1"  # the characters "<image>" in a message, without an image
 MARKED_IMAGE = "\ufdd2image\ufdd3"  # an image, for a tokenizer that has one token for it
-PART_END = "\ufdd8"  # after each text of a message in parts, where several texts are adjacent
+PART_END = "\ufdd8"  # follows each text of a message in parts, if several texts are adjacent
 assert len(LITERAL_IMAGE) == len(MARKED_IMAGE) == len(IMAGE_TOKEN)
 
 _NONCHARACTER = re.compile("[\ufdd0-\ufdef]")
@@ -34,8 +34,8 @@ def refuse_noncharacters(text: str, of_parts: bool = False) -> None:
 def join_parts(parts: Sequence[str | None]) -> tuple[str, bool]:
     """Join a message's parts to one text, with an <image> mark for each None. Also returns Message.keeps_spaces.
 
-    split_parts reverses it. A single text without outer spaces counts as plain text. Raises DataError for a text with a
-    noncharacter.
+    split_parts is the inverse. A single text without outer spaces is returned unchanged, with keeps_spaces False.
+    Raises DataError for a text with a noncharacter.
     """
     for part in parts:
         refuse_noncharacters(part or "")
@@ -79,7 +79,7 @@ def shown_text(text: str) -> str:
 
 
 class SpecialTokens:
-    """A tokenizer that recognises special tokens of a template, but none in messages.
+    """A tokenizer that recognises special tokens written by the template, but not those in messages.
 
     backend: a copy in which special tokens have names that no text contains. Raises ConfigError if its ids would
     differ.
@@ -94,14 +94,14 @@ class SpecialTokens:
         model = state["model"]
         if isinstance(model["vocab"], dict):
             model["vocab"] = {names.get(piece, piece): i for piece, i in model["vocab"].items()}
-        else:  # Unigram's, with scores
+        else:  # Unigram's vocabulary has scores
             model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
         if "unk_token" in model:
             model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
         self.backend = Tokenizer.from_str(json.dumps(state))
         if any(self.backend.token_to_id(name) != backend.token_to_id(content) for content, name in names.items()):
             raise ConfigError("--split_special_tokens can't work with this tokenizer: its tokens would be renumbered")
-        names.pop(IMAGE_TOKEN, None)  # always a mark
+        names.pop(IMAGE_TOKEN, None)  # <image> is always a mark
         self._names = names
         self._guards = {content: f"\ufdd6{i}\ufdd7" for i, content in enumerate(names)}
         self._contents = {guard: content for content, guard in self._guards.items()}

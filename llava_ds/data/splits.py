@@ -1,4 +1,4 @@
-"""The samples that a run trains on, evaluates on, and takes for other uses."""
+"""Open the samples that a run trains on, evaluates on, and uses in extensions."""
 
 from transformers import PreTrainedTokenizerBase
 

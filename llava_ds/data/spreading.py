@@ -1,5 +1,5 @@
 # R rows, W weights of a row, B bins
-"""Greedy spreading of weights over bins, vectorized."""
+"""Distribute weights over bins greedily, vectorized."""
 
 import heapq
 
@@ -14,11 +14,11 @@ def spread(weights: np.ndarray, num_bins: int, room: int | None = None) -> np.nd
 
     weights (R, W) int, heaviest first, rows independent; room: maximum number of weights per bin (None: unlimited),
     with num_bins * room >= W. Returns bin indices (R, W) int64. As many weights as possible are placed at once, each
-    into the next bin by load; this ends at a bin heavier than one just filled. This takes 0.03 to 0.1 us per weight;
-    when few can be placed at once, the rest is placed one by one, at 0.3 us each.
+    into the next bin by load, up to a bin that is heavier than one just filled. This takes 0.03 to 0.1 us per weight.
+    When few can be placed at once, the remaining weights are placed one by one, at 0.3 us each.
     """
     num_rows, size = weights.shape
-    # A bin as one number, quick to compare: total weight, index, number of its weights.
+    # Each bin is one number, quick to compare, made of its total weight, its index and its number of weights.
     bits = 0 if room is None else room.bit_length()
     steps = np.zeros((num_rows, size + num_bins), np.int64)  # added for each weight
     steps[:, :size] = weights

@@ -23,7 +23,7 @@ class StepLayout(NamedTuple):
 
 
 def plan_by_count(samples: list[int], dp: int, num_micro_batches: int, micro_size: int) -> list[list[list[int]]]:
-    """Deal micro-batches of micro_size samples to the ranks, in the samples' order.
+    """Assign micro-batches of micro_size samples to the ranks in turn, in the samples' order.
 
     Returns [rank][micro-batch] -> samples. A last, smaller step leaves some micro-batches short or empty.
     """
@@ -44,10 +44,10 @@ def plan_by_count(samples: list[int], dp: int, num_micro_batches: int, micro_siz
 class Packing:
     """Layout of a step's samples on ranks and micro-batches.
 
-    dp: number of rank groups with separate samples; axes: split the samples further among the ranks of a group.
-    tokens_per_micro_batch: packs of at most this many tokens, balanced by cost; None: micro-batches by count.
-    across_epochs: steps of whole micro-batches that continue into the next epoch, as in LLaVA's trainer. pair_cost,
-    other_costs: of a sample's parts (packing.sample_costs).
+    dp: number of rank groups with separate samples; axes: axes that split samples among the ranks of a group.
+    tokens_per_micro_batch: maximum tokens of a pack; packs are balanced by cost. None: micro-batches have
+    micro_batch_size samples. across_epochs: True if a step may continue into the next epoch, as in LLaVA's trainer.
+    pair_cost, other_costs: as in packing.sample_costs.
     """
 
     dp: int
@@ -61,8 +61,8 @@ class Packing:
 
     @classmethod
     def of(cls, args: Arguments, dp: int, tokens: int | None, *costs: float | tuple) -> "Packing":
-        """Read the flags. tokens: --tokens_per_micro_batch auto, resolved, per rank; costs: pair_cost and
-        other_costs."""
+        """Build the packing from the flags. tokens: resolved --tokens_per_micro_batch, per rank; None without it.
+        costs: pair_cost and other_costs."""
         training, axes = args.training, args.axes
         size, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
         bound = None if tokens is None else tokens * args.ranks_per_token
@@ -83,7 +83,7 @@ class Packing:
         return self.dp * self.micro_batch_size * self.num_micro_batches
 
     def ends_epochs_within_steps(self, num_samples: int) -> bool:
-        """True if an epoch is shorter than a step, and therefore ends it (see plans_across_epochs)."""
+        """True if an epoch has at most a step's micro-batches, and therefore ends it (see plans_across_epochs)."""
         return self.across_epochs and self.micro_batches_per_epoch(num_samples) <= self.num_micro_batches
 
     def micro_batches_per_epoch(self, num_samples: int) -> int:
@@ -99,8 +99,8 @@ class Packing:
             return
         from llava_ds.data.packing import plans_across_epochs
 
-        # Steps are cut from one stream of micro-batches, so training can start from any of them directly, except for
-        # epochs that are shorter than a step.
+        # Steps are cut from one stream of micro-batches, so the first one after `done` can be computed. If epochs end
+        # steps early, it can't: then earlier steps are planned and skipped.
         per_epoch = self.micro_batches_per_epoch(order.num_samples)
         first, begun, passed = 0, 0, done
         if not self.ends_epochs_within_steps(order.num_samples):
@@ -122,7 +122,7 @@ class Packing:
         return dataset.packs(samples, tokens, self.dp, self.tokens_per_micro_batch, self.costs(tokens, *others))
 
     def costs(self, tokens: np.ndarray, *others: np.ndarray) -> np.ndarray:
-        """Cost of each sample of a step in tokens, int64. others: the other EncodedDataset.sizes (default: 0)."""
+        """Cost of each sample of a step in tokens, int64. others: the remaining EncodedDataset.sizes, if any."""
         from llava_ds.data.packing import sample_costs
 
         return sample_costs(tokens, others, self.pair_cost, self.other_costs)
@@ -154,7 +154,7 @@ class StepPlan:
 
     @property
     def samples_per_step(self) -> int:
-        """Samples in most optimizer steps: fewer than the batch size if an epoch is shorter and ends a step."""
+        """Samples in most optimizer steps: fewer than the batch size if an epoch is shorter and ends the step."""
         num_samples = len(self.dataset)
         is_short = not self.packing.across_epochs or self.packing.ends_epochs_within_steps(num_samples)
         return min(self.batch_size, num_samples) if is_short else self.batch_size
@@ -209,8 +209,8 @@ def sample_order(args: Arguments, dataset: EncodedDataset, dp: int) -> SampleOrd
 
 
 def largest_share(order: SampleOrder, lengths: np.ndarray, dp: int) -> int:
-    """Tokens per rank that let every step fit in one micro-batch: an even share of the largest step, plus one sample,
-    the most by which balanced packs differ."""
+    """Tokens per rank that let every step fit in one micro-batch: an even share of the largest step, plus the
+    longest sample, because balanced packs may differ by one sample."""
     lengths = np.asarray(lengths)
     steps = order.scan(order.batch_size, 0, order.steps_per_epoch)
     return math.ceil(max(int(lengths[rows].sum(1).max()) for _, rows in steps) / dp) + int(lengths.max())
@@ -232,7 +232,7 @@ def with_steps_of_epochs(args: Arguments, steps_per_epoch: int) -> Arguments:
     """Resolve --save_strategy and --eval_strategy to --save_steps and --eval_steps in optimizer steps. --eval_steps may
     remain a fraction of all steps: see steps_between.
 
-    Source: transformers' TrainingArguments; eval_strategy "steps" without eval_steps uses logging_steps.
+    For eval_strategy "steps" without eval_steps, logging_steps is used. Source: transformers' TrainingArguments.
     """
     training = args.training
     if training.save_strategy == "epoch":
@@ -249,7 +249,7 @@ def with_steps_of_epochs(args: Arguments, steps_per_epoch: int) -> Arguments:
 def steps_between(every: float | None, num_steps: int) -> int | None:
     """Optimizer steps between measurements; None for None or 0: measure only at the end.
 
-    every: steps, or below 1 a fraction of num_steps, rounded up. Source: transformers' TrainerState.compute_steps.
+    every: steps; below 1, a fraction of num_steps, rounded up. Source: transformers' TrainerState.compute_steps.
     """
     if not every:
         return None

@@ -1,8 +1,8 @@
 """Render untrusted chat templates in a separate process with limits on memory and CPU time.
 
 Jinja's sandbox does not limit memory or time: a template can build gigabytes from one line, loop for years, or recurse
-until the interpreter crashes, and no check of its source finds all such cases. Each process that renders starts one
-such process on its first rendering.
+until the interpreter crashes, and no check of its source finds all such cases. Each process that renders starts
+its rendering process at its first request.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from llava_ds.constants import ConfigError, DataError
 
 CPU_SECONDS = 10  # limit per rendering (normally a millisecond)
 WAIT_SECONDS = 300  # timeout for a reply of a stuck process
-MEMORY = 2**29  # bytes, in addition to its usage after the start
+MEMORY = 2**29  # bytes, in addition to the memory used after the start
 BUSY = "free memory and processors, or lower --preprocessing_num_workers"
 MAX_TEXT, MAX_GROWTH = 2**20, 64  # maximum characters: a constant, plus a multiple of the conversation's
-# Not -m: that looks for modules in the current folder first.
+# Use -c, because -m looks for modules in the current folder first.
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import serve; serve({})"
 REMEDY = "give --version one of LLaVA's templates, or use another tokenizer"
 

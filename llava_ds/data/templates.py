@@ -40,7 +40,7 @@ ORCA_SYSTEM = (
 
 class Segment(NamedTuple):
     """A piece of the rendered conversation. supervised: its tokens are learned with `weight`; weight 0 also masks
-    tokens that are otherwise supervised everywhere. thought_left_out: an answer's thought is omitted from it."""
+    tokens that are otherwise supervised everywhere. thought_left_out: the template omits the answer's thought."""
 
     text: str
     supervised: bool = False
@@ -65,7 +65,7 @@ Writer = Callable[[Sequence[Message], str], list[Segment]]  # takes messages and
 
 @dataclass(frozen=True)
 class Template:
-    """How to write a conversation, with the rules of LLaVA's code for it."""
+    """A text format of conversations, with the rules of LLaVA's code for it."""
 
     write: Writer | None  # None: the tokenizer's own Jinja template
     system: str
@@ -84,7 +84,7 @@ class Template:
 
 
 def resolve_template(name: str) -> str:
-    """Return the key of TEMPLATES for a value of --version. Raises ConfigError with a list of the known ones."""
+    """Return the key of TEMPLATES for a value of --version. Raises ConfigError with a list of the supported ones."""
     key = ALIASES.get(name, name)
     if key not in TEMPLATES:
         known, aliases = ", ".join(TEMPLATES), ", ".join(f"{alias} ({key})" for alias, key in ALIASES.items())
@@ -137,7 +137,7 @@ def prepare(messages: Sequence[Message], template: str, mm_use_im_start_end: boo
 def render(messages: Sequence[Message], template: str, mm_use_im_start_end: bool = False) -> list[Segment]:
     """Render a conversation in a template of TEMPLATES. The segments' texts are joined before tokenization.
 
-    Not for "chat_template": that needs a tokenizer, see chat_template.render_own. Raises DataError if the messages
+    For "chat_template", use chat_template.render_own, because it needs a tokenizer. Raises DataError if the messages
     don't fit the template, KeyError for an unknown template.
     """
     placed, system = prepare(messages, template, mm_use_im_start_end)
@@ -154,8 +154,8 @@ def render_prompt(messages: Sequence[Message], template: str, mm_use_im_start_en
 def image_first(text: str) -> str:
     """Move the only image of a message to its beginning, on a separate line.
 
-    Several images in one message stay in place, as in LLaVA-NeXT with the same templates; LLaVA-1.5 has one image per
-    record. Source: LLaVA-1.5's preprocess_multimodal.
+    Several images in one message stay in place, as in LLaVA-NeXT. LLaVA-1.5 only has one image per record. Source:
+    LLaVA-1.5's preprocess_multimodal.
     """
     if text.count(IMAGE_TOKEN) != 1:
         return text
@@ -194,8 +194,8 @@ def _v0(messages: Sequence[Message], system: str) -> list[Segment]:
 
 
 def _two_separators(end: str) -> Writer:
-    """Write with two separators. Source: LLaVA's SeparatorStyle.TWO and preprocess_v1; the space before an answer is
-    learned with it."""
+    """Write turns with two separators. The space before an answer is learned with it. Source: LLaVA's
+    SeparatorStyle.TWO and preprocess_v1."""
 
     def write(messages: Sequence[Message], system: str) -> list[Segment]:
         segments = [Segment(f"{system} ")]
@@ -213,8 +213,8 @@ def _two_separators(end: str) -> Writer:
 
 
 def _llama_2(separator: str) -> Writer:
-    """Write with [INST]. Source: LLaVA's SeparatorStyle.LLAMA_2, preprocess_llama_2; the spaces around an answer are
-    learned with it."""
+    """Write turns with [INST]. The spaces around an answer are learned with it. Source: LLaVA's SeparatorStyle.LLAMA_2
+    and preprocess_llama_2."""
 
     def write(messages: Sequence[Message], system: str) -> list[Segment]:
         if not messages[0].text:
@@ -234,7 +234,7 @@ def _llama_2(separator: str) -> Writer:
 
 
 def _turns(user: str, assistant: str, end: str, system: str = "{}") -> Writer:
-    """Write turns with headers. Source: LLaVA's SeparatorStyle.MPT and GEMMA: an empty message has no end marker."""
+    """Write turns with headers. An empty message has no end marker. Source: LLaVA's SeparatorStyle.MPT and GEMMA."""
 
     def write(messages: Sequence[Message], system_text: str) -> list[Segment]:
         segments = [Segment(system.format(system_text) + end)] if system_text else []
@@ -259,7 +259,7 @@ def _gemma(messages: Sequence[Message], system: str) -> list[Segment]:
 
 
 def _chatml(messages: Sequence[Message], system: str) -> list[Segment]:
-    """Write ChatML. Source: LLaVA-NeXT's preprocess_qwen; the assistant's header is supervised with its answer."""
+    """Write ChatML. The assistant's header is supervised with its answer. Source: LLaVA-NeXT's preprocess_qwen."""
     segments = [Segment(f"<|im_start|>system\n{system}<|im_end|>\n")]
     for message in messages:
         name, answers = ("user", False) if message.role == "human" else ("assistant", True)
@@ -269,8 +269,8 @@ def _chatml(messages: Sequence[Message], system: str) -> list[Segment]:
 
 
 def _llama_3(messages: Sequence[Message], system: str) -> list[Segment]:
-    """Write Llama 3's turns. Source: LLaVA-NeXT's preprocess_llama3 with Meta's chat template; outer spaces are
-    stripped."""
+    """Write Llama 3's turns, with outer spaces stripped. Source: LLaVA-NeXT's preprocess_llama3 with Meta's chat
+    template."""
 
     def turn(name: str, text: str) -> str:
         return f"<|start_header_id|>{name}<|end_header_id|>\n\n{text.strip()}<|eot_id|>"

@@ -8,8 +8,8 @@ import pyarrow as pa
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 
-# ids: text ids, and -n for n image features in a row. flips: positions, features included, where supervision
-# turns on and off.
+# ids: text ids, and -n for n consecutive image features. flips: positions (features included) at which supervision
+# starts and ends.
 COLUMNS = [("ids", pa.list_(pa.int32())), ("flips", pa.list_(pa.int32()))]
 
 # Runs of supervised tokens with equal loss weights; null if all weights are 1.
@@ -73,14 +73,14 @@ def _runs(weights: np.ndarray | None, labels: np.ndarray) -> list[dict[str, floa
 
 
 def _changes(flags: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """True where a flag differs from the previous one. The flag before a row's start counts as False."""
+    """Return True for each flag that differs from the previous one. The flag before a row's start counts as False."""
     before = np.concatenate([[False], flags[:-1]])[: len(flags)]
     before[starts] = False
     return flags != before
 
 
 def _lists(values: np.ndarray, of: np.ndarray, ends: np.ndarray) -> pa.Array:
-    """Split values into one list per row, without converting to Python numbers. of: (tokens,) bool, True where a value
-    was taken."""
+    """Split values into one list per row, without converting to Python numbers. of: (tokens,) bool, True at the tokens
+    that have a value."""
     offsets = np.concatenate([[0], np.concatenate([[0], np.cumsum(of)])[ends]]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.astype(np.int32)))

@@ -22,14 +22,14 @@ Render = Callable[[Turns, bool, list | None], str]  # arguments of the renderer:
 
 @dataclass(frozen=True)
 class TurnForm:
-    """How a template reads turns.
+    """The form in which a template reads turns.
 
     as_parts: contents are lists of parts; thought: how thoughts are read, "" if they are not written; beside_calls:
     thoughts are written only in answers that call a tool; tags: start and end tags of thoughts inside texts; calls: how
-    a call's arguments are read, "" if calls are not written; flat_calls: calls without "function" around them;
+    a call's arguments are read, "" if calls are not written; flat_calls: calls have no "function" level;
     bare_calls: omit the empty text part of calls, because the template writes it differently; results, tools: True if a
     tool's result, and the offered tools, are written; result_as_text: a result is a text even if contents are lists;
-    prompt: the text before an answer to be generated; header: the part of it that precedes every answer.
+    prompt: the text before an answer to be generated; header: the beginning of the prompt, if it precedes every answer.
     """
 
     as_parts: bool
@@ -55,7 +55,7 @@ class TurnForm:
             content = []
         turn: dict[str, object] = {"role": "assistant", "content": content}
         if thought is not None and self.thought == "field":
-            # Names of a thought: templates read any name, transformers copies only some to the others.
+            # Set all names of the field, because templates read different ones.
             turn |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thought)
         elif thought is not None and self.thought == "part":
             parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
@@ -88,14 +88,14 @@ _QUESTION = "Qquestionq"
 _ID = "abcdefghi"  # Mistral's templates require ids of nine letters and digits
 _SCHEMA = {"type": "object", "properties": {"Qkeyq": {"type": "string", "description": "x"}}, "required": ["Qkeyq"]}
 _TOOL = {"type": "function", "function": {"name": _NAME, "description": "x", "parameters": _SCHEMA}}
-# Sign of a template that prints the list of parts itself, not the texts in it.
+# Matches if a template prints the list of parts itself, instead of the texts in it.
 _DUMPED = re.compile(r"""['"]type['"]: *['"](?:text|thinking)['"]""")
 _ARGUMENTS = {"Qkeyq": "Qvalueq", "Qlistq": [5]}
 _CALL = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": _ARGUMENTS}}
 
 
 def find_form(render: Render, as_parts: bool) -> TurnForm:
-    """Render examples in each form until the template writes all parts. as_parts: as in TurnForm."""
+    """Find a template's form by rendering examples in each form. as_parts: as in TurnForm."""
     form = TurnForm(as_parts)
     question = {"role": "user", "content": form.content(_QUESTION)}
     plain = form.answer(form.content(_TEXT), None, ())
@@ -169,7 +169,7 @@ def _find_results(form: TurnForm, render: Render, turns: Turns) -> TurnForm:
 
 
 def _rendered(render: Render, turns: Turns, prompt: bool = False, tools: list | None = None) -> str:
-    """Render; "" if the template refuses the turns."""
+    """Render turns to text; "" if the template refuses them."""
     try:
         return render(turns, prompt, tools)
     except DataError:
@@ -177,7 +177,7 @@ def _rendered(render: Render, turns: Turns, prompt: bool = False, tools: list | 
 
 
 def common_beginning(one: str, other: str) -> str:
-    """The longest common prefix."""
+    """Return the longest common prefix of two texts."""
     length = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
     return one[:length]
 

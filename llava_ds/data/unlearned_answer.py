@@ -18,7 +18,7 @@ def code_of(text: str) -> int:
 
 
 def with_answer(record: dict, answer: str) -> dict:
-    """Add an answer to a record that ends with a question, or has images alone. Raises DataError."""
+    """Add an answer to a record that ends with a question, or has only images. Raises DataError."""
     name = next((name for name in TURNS if isinstance(record.get(name), list)), None)
     if name is None:
         asks = any(record.get(name) for name in QUESTIONS) or not any(record.get(name) for name in IMAGES)

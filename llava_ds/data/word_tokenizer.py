@@ -1,4 +1,4 @@
-"""Tokenize word by word, each word once. Gives the ids of the whole text, several times faster."""
+"""Tokenize texts word by word, with a cache. It gives the same ids as the whole text, several times faster."""
 
 import hashlib
 import operator
@@ -18,11 +18,11 @@ MAX_KNOWN = 300_000
 NUM_PROBES = 300
 
 _RULES: dict[tuple[bytes, str], tuple[re.Pattern, str] | None] = {}  # arguments of Words, by tokenizer
-_FIRST = "\0"  # marks the first word of a text: ids may differ after a space
+_FIRST = "\0"  # marks the first word of a text: its ids may differ from its ids after a space
 _SPACES = set("▁Ġ ")
 
-# Beginnings and ends of words that tokenizers treat specially. If tokenizing these word by word gives the same ids, it
-# is assumed to for every text.
+# Beginnings and ends of words that tokenizers treat specially. If tokenizing these word by word gives the ids of the
+# whole text, any text is assumed to do so.
 _PARTS = (
     "a", "B2", "two", "it's", "don't", "x.", "(y", "z)", "...", "?!", '"q"', "'s", "-", "1", "42", "1,000", "3.14", "#",
     "@me", "a_b", "&amp;", "/", "\\", "<", ">", "<a>", "<0x41>", "</s", "[INST", "USER:", "a\nb", "\nc", "d\n", "\te",
@@ -31,10 +31,10 @@ _PARTS = (
 
 
 class Words:
-    """Cache of words' ids, for tokenizers whose ids of a text are the concatenated ids of its words.
+    """Cache of words' ids, for tokenizers that give a text the concatenated ids of its words.
 
-    A word ends before a single space between two ordinary characters that are in no added token. joint: prefix with
-    which a word alone gets the same ids as after a space.
+    A word ends before a single space between two ordinary characters that are in no added token. joint: prefix that
+    gives a single word the same ids as after a space.
     """
 
     def __init__(self, tokenize: Tokenize, space: re.Pattern, joint: str) -> None:
@@ -75,7 +75,7 @@ class _Word(NamedTuple):
 
 
 class WordRow:
-    """The tokens of one text, by its words."""
+    """The tokens of one text, stored per word."""
 
     def __init__(self, words: list[_Word]) -> None:
         self.word_ids, self.word_begins, self.lengths = zip(*words)
@@ -151,7 +151,7 @@ def _ordinary_but(chars: set[str]) -> str:
 
 
 def _probes(added: list[str]) -> list[str]:
-    """Texts to try, with every part next to many others."""
+    """Build test texts in which each part is next to many other parts."""
     rng = random.Random(0)
     gaps = [" "] * 8 + ["  ", "\n", " \n ", "", "\t"]
     texts = list(_PARTS)

@@ -39,7 +39,7 @@ def checkpoint_layers(part: nn.Module, every: int = 1, block: dict | None = None
     block: activation_checkpointing of the DeepSpeed JSON if it enables something. Then DeepSpeed's own function is
     used: it can move the saved inputs to CPU memory or one buffer. Its number_checkpoints is the number of layers.
     """
-    # transformers 5.23 has renamed it, and warns about the old name.
+    # transformers 5.23 renamed the method, and warns about its old name.
     new = getattr(part, "activation_checkpointing_enable", None)
     (new or part.gradient_checkpointing_enable)({"use_reentrant": False})
     layers = repeated_layers(part)
@@ -49,8 +49,8 @@ def checkpoint_layers(part: nn.Module, every: int = 1, block: dict | None = None
         in_cpu = block.get("cpu_checkpointing", False)
         deepspeed.checkpointing.configure(
             None,
-            # Otherwise DeepSpeed 0.19.8 loses the shape of tensors that it copies back from the CPU. One
-            # tensor-parallel rank divides nothing.
+            # Without partitioning, DeepSpeed 0.19.8 loses the shape of tensors that it copies back from the CPU.
+            # DeepSpeed knows of only one tensor-parallel rank, so partitioning changes nothing else.
             partition_activations=block.get("partition_activations", False) or in_cpu,
             contiguous_checkpointing=block.get("contiguous_memory_optimization", False),
             num_checkpoints=len(chosen),
@@ -85,8 +85,8 @@ def _spread(count: int, total: int) -> set[int]:
 
 def _by_deepspeed(layer, hidden_states: torch.Tensor, *others: object) -> torch.Tensor:
     if hidden_states.grad_fn is None:
-        # With adapters, nothing before the first layer trains. DeepSpeed 0.19.8's function is an autograd function of
-        # its inputs: if these have no gradient, the parameters inside get none.
+        # With adapters, nothing before the first layer trains. DeepSpeed 0.19.8's function is an autograd.Function: if
+        # none of its inputs requires a gradient, the layer's parameters get no gradients.
         hidden_states.requires_grad_()
     if hidden_states.is_leaf or hidden_states._is_view():
         # DeepSpeed empties tensors after saving them: leaves don't allow that, and views (OPT's layers return one) lose

@@ -23,7 +23,7 @@ from llava_ds.runtime.ranks import Ranks, print_details, print_first
 
 @dataclass(frozen=True)
 class Build:
-    """Inputs for building a model. dtype: of its weights; seed: for random initialisation."""
+    """Inputs for building a model. dtype: dtype of the weights. seed: seed of random initialisation."""
 
     plan: ModelPlan
     args: ModelArguments
@@ -73,8 +73,8 @@ def _construct(build: Build, mesh: Mesh) -> LlavaModel:
     plan, args, ds_config, dtype, ranks = build.plan, build.args, build.ds_config, build.dtype, build.ranks
     zero3 = build.is_partitioned
     mean, std = (torch.tensor(values, device=ranks.device) for values in (plan.images.mean, plan.images.std))
-    # Weights to be packed are never written, so on the CPU they take no memory. Parameters of other ranks would take a
-    # whole model's memory on the device.
+    # If weights will be packed or divided, construct the model on the CPU: on the device it would take the memory of
+    # all weights, but on the CPU weights that are never written take none.
     packs = any(flags.packs for flags in args.own.values())
     is_whole = not packs and not mesh.is_divided
     device = ranks.device if is_whole else torch.device("cpu")
@@ -146,17 +146,17 @@ def _fill(
 def construction(
     ds_config: dict, dtype: torch.dtype, device: torch.device, zero3: bool, group: Group = None
 ) -> Iterator[None]:
-    """Build modules uninitialised on the device, in the training dtype, and under ZeRO-3 partitioned over a group of
-    ranks (None: all ranks).
+    """Construct modules inside this context without initialising them, on `device` and in the training dtype.
 
-    Rotary tables stay float32 if their modules request it.
+    Under ZeRO-3 (zero3), parameters are partitioned over `group` (None: all ranks). Tensors for which a module requests
+    float32, such as rotary tables, stay float32.
     """
     before = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_init_weights())
         if zero3:
             stack.enter_context(_keep_requested_dtypes())
-            # Not dtype=: on CPU, DeepSpeed 0.19.8 ignores it and takes bfloat16; it reads the config correctly.
+            # Pass the config, not dtype=: on CPU, DeepSpeed 0.19.8 ignores dtype= and uses bfloat16.
             init = deepspeed.zero.Init(data_parallel_group=group, config_dict_or_path=for_engine(ds_config))
             stack.enter_context(init)
         else:

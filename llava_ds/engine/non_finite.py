@@ -1,12 +1,12 @@
 """Skip optimizer steps whose gradients are not finite, without waiting for the device.
 
-DeepSpeed 0.19.8 reads the norm of the gradients on the host to skip such a step, at ZeRO 1 to 3 and at stage 0 in bf16;
-with clipping, again per parameter group. It does not check at stage 0 in fp32, nor at 1 and 2 in bf16 with
-bf16.check_grad_overflow false: all weights are lost. torch's fused Adam takes a tensor on the device (found_inf, as
-GradScaler does) that makes it keep weights, moments and step count unchanged. With this optimizer, the norm is computed
-here, in one collective, and DeepSpeed's own checks are replaced. For the host such a step is like any other: the
-schedule advances, and skipped steps are counted on the device. Every step asserts that the norm was computed here,
-once, and that Adam stepped after it.
+To skip such a step, DeepSpeed 0.19.8 reads the gradient norm on the host, at ZeRO 1 to 3 and at stage 0 in bf16; with
+clipping, it reads it again per parameter group. At stage 0 in fp32, and at stages 1 and 2 in bf16 with
+bf16.check_grad_overflow false, it checks nothing: one such step ruins all weights. torch's fused Adam accepts a tensor
+on the device, found_inf (meant for GradScaler), and leaves weights, moments and step count unchanged if it is 1. With
+this optimizer, this module computes the norm in one collective and replaces DeepSpeed's checks. The host does not see
+that a step is skipped: the schedule advances, and skipped steps are counted on the device. Every step asserts that the
+norm was computed here exactly once, and that Adam stepped after it.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from llava_ds.runtime.mesh import Group
 from llava_ds.runtime.waiting import waiting
 
 SKIPPED = "llava_ds_skipped_steps"  # attribute of the engine: number of steps not yet settled, a tensor on the device
-NORM_NUMBERS = 2**24  # elements of a gradient converted to float64 at a time
+NORM_NUMBERS = 2**24  # most elements of a gradient that are converted to float64 at a time
 CLIP_EPSILON = 1e-6  # DeepSpeed and torch add it to the norm before dividing by it
 
 
 def guard_steps(engine, placement: Placement) -> None:
     """Skip non-finite steps on the device, if the optimizer is torch's fused Adam on the same device as its weights.
 
-    All other optimizers keep DeepSpeed's own check. placement: of the engine's parameters.
+    All other optimizers keep DeepSpeed's own check. placement: the placement of the engine's parameters on the ranks.
     """
     optimizer, adam = engine.optimizer, engine.basic_optimizer
     if not _is_fused_adam(adam) or engine.zero_cpu_offload() or _scales_loss(engine):
@@ -47,7 +47,7 @@ def guard_steps(engine, placement: Placement) -> None:
     judged = stepped = 0
     adams_own = adam.step
 
-    @functools.wraps(adams_own)  # torch's schedules look for a mark on it
+    @functools.wraps(adams_own)  # torch's schedulers look for an attribute of the wrapped step
     def counted(*args, **kwargs):
         nonlocal stepped
         assert getattr(adam, "found_inf", None) is not None, "DeepSpeed lets Adam step before the guard's norm"
@@ -92,7 +92,7 @@ def guard_steps(engine, placement: Placement) -> None:
 
 
 def skipped_steps(engine) -> int | torch.Tensor:
-    """Return the number of steps without an update so far, a tensor if they are counted on the device."""
+    """Return the number of skipped steps so far, as a tensor if they are counted on the device."""
     on_device = getattr(engine, SKIPPED, None)
     return engine.skipped_steps if on_device is None else on_device + engine.skipped_steps
 
@@ -110,14 +110,14 @@ def _is_fused_adam(optimizer: object) -> bool:
 
 
 def _scales_loss(engine) -> bool:
-    """True if the loss scale is dynamic: then the host has to know about skipped steps."""
+    """True if the loss is scaled: DeepSpeed adjusts the scale on the host after a skipped step."""
     scaler = engine.torch_autocast_z0_gradscaler or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
     return engine.fp16_enabled() or scaler is not None
 
 
 class _Norm(NamedTuple):
-    """The L2 norm over the ranks of a group (None: this rank only). counted: parameters whose gradients this rank
-    contributes (None: all)."""
+    """The L2 norm of gradients over the ranks of `group` (None: only this rank). counted: parameters whose gradients
+    this rank contributes (None: all)."""
 
     counted: set[torch.Tensor] | None
     group: Group
@@ -142,20 +142,20 @@ class _Norm(NamedTuple):
 
 
 def _guard_zero(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], norm: _Norm) -> None:
-    """Guard stages 1 to 3: each rank holds its part of every gradient."""
+    """Guard stages 1 to 3, at which every rank holds a shard of each gradient."""
     is_stage_3 = hasattr(optimizer, "sub_group_to_group_id")
     parameters = optimizer.fp16_groups if is_stage_3 else optimizer.params_in_partition
 
     def total_norm() -> torch.Tensor:
         parts: list[torch.Tensor] = []
-        for i, params in enumerate(parameters):  # a rank's shards of gradients may have padding in between
+        for i, params in enumerate(parameters):  # averaged_gradients may contain padding tensors
             own = [g for g in optimizer.averaged_gradients[i] if not getattr(g, "_zero_padding", False)]
             parts += norm.own(own, params)
         squares = _norm(parts, optimizer.device).square()
         torch.distributed.all_reduce(squares, group=optimizer.dp_process_group)
         return judge(norm.over(squares.sqrt()).float())
 
-    if is_stage_3:  # it combines a list of norms
+    if is_stage_3:  # stage 3 expects a list of norms, and combines it
         optimizer._get_norm_groups = lambda: [total_norm()]
     else:
         optimizer.scaled_global_norm = total_norm
@@ -165,10 +165,10 @@ def _guard_zero(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], norm: 
 def _guard_bf16(
     optimizer, judge: Callable[[torch.Tensor], torch.Tensor], norm_of_copies: _Norm, norm_of_own: _Norm
 ) -> None:
-    """Guard stage 1 in bf16 with gradients accumulated in fp32: every rank holds all summed gradients.
+    """Guard stage 1 in bf16 with gradients accumulated in fp32, at which every rank holds all reduced gradients.
 
-    DeepSpeed computes the norm of the gradients that a rank counts, then adds groups marked moe, because ranks have
-    different ones.
+    DeepSpeed first computes the norm of the gradients that a rank counts. It then adds the norm of groups marked moe,
+    whose parameters differ between ranks.
     """
     device = optimizer.fp32_groups_flat_partition[0].device
 
@@ -193,7 +193,7 @@ def _guard_bf16(
 
 
 def _guard_unfused(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], norm: _Norm) -> None:
-    """Guard stage 0 in bf16 with fp32 copies: DeepSpeed's step without its reads of each tensor on the host."""
+    """Guard stage 0 in bf16 with fp32 copies: replace DeepSpeed's step: it reads every tensor's norm on the host."""
 
     def step(closure=None) -> None:
         weights = [p for group in optimizer.fp16_groups for p in group]
@@ -214,7 +214,7 @@ def _guard_unfused(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], nor
 
 
 def _guard_plain(engine, judge: Callable[[torch.Tensor], torch.Tensor], norm: _Norm) -> None:
-    """Guard stage 0 in fp32: clip inside the step instead of the engine's own clipping before it."""
+    """Guard stage 0 in fp32: clip inside the optimizer's step, and disable the engine's clipping before it."""
     adam, step = engine.optimizer, engine.optimizer.step
     engine.clip_fp32_gradients = lambda: None
 
@@ -231,7 +231,7 @@ def _guard_plain(engine, judge: Callable[[torch.Tensor], torch.Tensor], norm: _N
 
 
 def step_with(optimizer, module, **others: Callable) -> None:
-    """Replace functions of these names in the optimizer's module while its step runs."""
+    """Replace functions in a module while the optimizer's step runs. others: maps their names to the replacements."""
     step = optimizer.step
 
     def guarded(*args, **kwargs):

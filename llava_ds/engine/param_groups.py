@@ -1,4 +1,4 @@
-"""The trained parameters of a training stage: the optimizer's groups with their rates, and a table of them."""
+"""Choose the parameters to train, make the optimizer's groups with their learning rates, and print a table of them."""
 
 from torch import nn
 
@@ -12,12 +12,12 @@ from llava_ds.model.open.names import OWN
 
 
 def choose_trainable(model: LlavaModel, args: Arguments) -> None:
-    """Freeze everything except trained_parts (for some parts, only the last layers) and the parameters of extensions.
+    """Freeze everything except trained_parts (of some parts only the last layers) and the parameters of extensions.
 
-    With tokens around images stage 1 also trains all input embeddings, like LLaVA, unless the output layer is tied to
-    them. The newline trains with the projector or the language model; in LLaVA's own stage 1 it keeps its random
-    values. A value head always trains; the output layer of a model with one never trains, because its loss has no
-    logits. Raises ConfigError if nothing is left to train.
+    If images are wrapped in start and end tokens, stage 1 also trains all input embeddings, like LLaVA, unless the
+    output layer is tied to them. The newline embedding trains with the projector or the language model (LLaVA's own
+    stage 1 leaves it at its random values). A value head always trains. The output layer of a model with a value head
+    never trains, because the loss uses no logits. Raises ConfigError if nothing is left to train.
     """
     parts = trained_parts(args.model)
     model.vision_tower.requires_grad_("vision_tower" in parts)
@@ -25,7 +25,7 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
     if hasattr(model, "newline"):
         model.newline.requires_grad_(bool(parts & {"projector", "language_model", "output_layer"}))
     for parameter in model.language_model.parameters():
-        parameter.requires_grad_("language_model" in parts and parameter.is_floating_point())  # packed ones never train
+        parameter.requires_grad_("language_model" in parts and parameter.is_floating_point())  # packed: frozen
     for wrap in active(args.model.own).wraps:
         wrap.trains(model, args.model)
     if args.model.unfreeze_topk_vision:
@@ -40,7 +40,7 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
         inputs.requires_grad_(outputs.weight is not inputs.weight)
     if hasattr(model, "value_head"):
         inputs, outputs = model.language_model.get_input_embeddings(), model.language_model.get_output_embeddings()
-        if getattr(outputs, "weight", None) is not getattr(inputs, "weight", None):  # a stage may lack one of them
+        if getattr(outputs, "weight", None) is not getattr(inputs, "weight", None):  # a pipeline stage may lack one
             outputs.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(
@@ -58,11 +58,11 @@ def _leave_last_layers(part: nn.Module, count: int) -> None:
 
 
 def parameter_groups(model: LlavaModel, args: Arguments, optimizer: dict | None = None) -> list[dict]:
-    """Make the optimizer's groups: language model, newline and value head; projector; tower; extensions' modules; each
-    at its own rate, with and without decay; then a child model's groups, all at its rate.
+    """Make the optimizer's parameter groups: for each part, one with and one without weight decay.
 
-    Biases and norms do not decay. Empty groups are left out.
-    optimizer: the block of the resolved JSON; Muon has more groups.
+    Parts are the language model with newline and value head, the projector, the tower and the modules of extensions.
+    Each part has its own rate. Groups of the child models follow, all of a child model's at its rate.
+    Biases and norms do not decay. Empty groups are left out. optimizer: the resolved JSON's block.
     Source: LLaVA's LLaVATrainer.create_optimizer.
     """
     training = args.training
@@ -108,16 +108,16 @@ def _own_rates(model: LlavaModel, args: Arguments) -> tuple[str, ...]:
 
 
 def _decays(name: str, parameter: nn.Parameter) -> bool:
-    """True if weight decay applies: not to biases and norms, but, as in LLaVA, to the newline and CLIP's class token,
-    although they are vectors."""
+    """True if weight decay applies. Biases and norms do not decay; the newline and CLIP's class token do, although they
+    are vectors, as in LLaVA."""
     return _ndim(parameter) > 1 or name.endswith("embedding")
 
 
 def _muon_groups(model: LlavaModel, groups: list[dict], params: dict, own_rates: tuple[str, ...]) -> list[dict]:
     """Split each group into hidden matrices, for Muon at muon_lr, and other parameters, for Adam at adam_lr.
 
-    DeepSpeed makes the same split, but the rate of a group overrides muon_lr and adam_lr there. own_rates: name
-    prefixes of groups whose own rate takes precedence.
+    DeepSpeed makes the same split, but lets a group's rate override muon_lr and adam_lr. own_rates: name prefixes of
+    the groups that keep their own rate.
     Source: Muon (Jordan 2024): embeddings, output layer, value head, norms and biases stay with Adam.
     """
     llm = model.language_model
@@ -137,7 +137,7 @@ def _muon_groups(model: LlavaModel, groups: list[dict], params: dict, own_rates:
 
 
 def describe_parts(model: LlavaModel, groups: list[dict]) -> list[str]:
-    """Return a table of parts with their parameters, trained parameters and learning rate, as lines."""
+    """Return the lines of a table: each part's parameters, its trained parameters, and its learning rate."""
     rates = {id(p): group["lr"] for group in groups for p in group["params"]}
     lines = [f"  {'part':16}{'parameters':>16}{'trained':>16}   learning rate"]
     for name, part in model.named_children():

@@ -24,8 +24,8 @@ Slice = tuple[int, int, int] | tuple[()]
 
 
 class Share(NamedTuple):
-    """A parameter of the whole model: its name and shape there, this rank's slice, and the rank in the placement's
-    group that owns it (None: every rank has it or a slice)."""
+    """A parameter of the whole model: its name, its full shape and this rank's slice. owner: the only rank of the
+    placement's group that has the parameter (None: every rank has it, or a slice of it)."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,10 +36,10 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Every rank has every parameter; subclasses override `shares`.
+    """Placement of the whole model's parameters on the ranks. Here every rank has all; subclasses override `shares`.
 
-    axis: the field of pieces.Layout with the number of ranks that share the model; size: this number; index: this
-    rank's index among them; group: their process group; in_data: they have different samples, so ZeRO sums over them.
+    axis: the field of pieces.Layout that counts the ranks sharing the model; size: their number; index: this rank's
+    index among them; group: their process group; in_data: True if their samples differ, so that ZeRO sums over them.
     """
 
     axis: str = "tp"
@@ -60,8 +60,8 @@ class Placement:
         return {parameter: share for share, parameter in self.shares(model) if parameter is not None}
 
     def counted(self, model: nn.Module) -> set[nn.Parameter] | None:
-        """Return the parameters whose gradients this rank contributes to a sum over the group: those that only it has,
-        or None for all, on the first rank."""
+        """Return the parameters whose gradients this rank contributes to a sum over the group: None (all) on the first
+        rank; on other ranks, the parameters and slices that only this rank has."""
         if self.index == 0:
             return None
         return {p for p, share in self.held(model).items() if share.slice or share.owner is not None}
@@ -95,8 +95,8 @@ def divided(
     parts: Iterable[MeshPart],
     size_of: Callable[[str], int],
 ) -> dict[nn.Parameter, int]:
-    """Return the number of elements per parameter that a rank will hold. elements: in the whole model; size_of: maps an
-    axis to its number of ranks."""
+    """Return the number of elements of each parameter that a rank will hold. elements: the number in the whole model;
+    size_of: maps an axis to its number of ranks."""
     for part in parts:
         cut = part.divides(model) if part.divides is not None else ()
         elements = {p: number // size_of(part.axis) if p in cut else number for p, number in elements.items()}
@@ -116,14 +116,14 @@ def slice_of(shape: tuple[int, ...], dim: int, index: int, size: int) -> Slice:
 
 
 def cut_dim(shape: tuple[int, ...], part: Slice) -> int:
-    """Return the dimension along which a slice was cut. shape: of the slice."""
+    """Return the dimension along which a slice was cut. shape: the shape of the slice."""
     return next(dim for dim in range(len(shape)) if math.prod(shape[dim:]) == part[1] - part[0])
 
 
 def gathered(parameters: Iterable[tuple[str, nn.Parameter]], ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor on CPU) on rank 0, nothing on other ranks. Every rank has to iterate over all of it.
+    """Yield (name, tensor on CPU) on rank 0, nothing on other ranks. Every rank has to exhaust the iterator.
 
-    Only one parameter is whole at a time, so memory is the model's share plus the tensors that rank 0 keeps.
+    Only one parameter is gathered at a time.
     """
     for name, parameter in parameters:
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
@@ -133,7 +133,7 @@ def gathered(parameters: Iterable[tuple[str, nn.Parameter]], ranks: Ranks) -> It
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a gathered weight to the CPU. Waits for the ranks that it comes from."""
+    """Copy a gathered weight to the CPU. Waits for the ranks that hold its shards."""
     with waiting("a gathered weight"):
         return tensor.detach().to("cpu", copy=True)
 
@@ -142,8 +142,8 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 def full_precision_gathers(module: nn.Module) -> Iterator[None]:
     """Let ZeRO-3 gather float32 weights in float32 even under torch's autocast.
 
-    DeepSpeed 0.19.8 marks each parameter with the lower precision to gather it in; this removes the marks and restores
-    them.
+    DeepSpeed 0.19.8 stores the lower precision for gathers in an attribute of each parameter. This context removes the
+    attribute, and restores it at its end.
     """
     lowered = [(p, get_comm_dtype(p)) for p in module.parameters() if has_comm_dtype(p)]
     for p, _ in lowered:

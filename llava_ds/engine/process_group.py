@@ -19,7 +19,7 @@ from llava_ds.runtime.output import print_first
 from llava_ds.runtime.ranks import Ranks, address_towards, check_same, local_ranks
 
 MOST_IN_A_MESH = 64  # up to this many ranks, gloo groups connect all pairs at once
-NUM_GLOO_GROUPS = 4  # on the CPU: torch's own, patient_group, Stopping's and DeepSpeed's clone of the first
+NUM_GLOO_GROUPS = 4  # on the CPU: torch's default group, DeepSpeed's clone of it, patient_group and Stopping's
 OTHER_DESCRIPTORS = 512  # for files, worker processes and libraries
 DESCRIPTORS = 65536  # limit to set for a process, if the system allows it
 
@@ -27,11 +27,11 @@ DESCRIPTORS = 65536  # limit to set for a process, if the system allows it
 def init_ranks() -> Ranks:
     """Join the process group (NCCL on GPUs, gloo on CPU) and choose this rank's device.
 
-    Reads the variables that deepspeed's launcher, torchrun, srun and mpirun set; without them, makes a group of one.
-    Raises ConfigError if these are incomplete, the ranks do not connect, a rank has no own device, or the ranks run
-    different versions.
+    Reads the environment variables that deepspeed's launcher, torchrun, srun and mpirun set; without them, makes a
+    group of one rank. Raises ConfigError if the variables are incomplete, the ranks do not connect, a rank has no
+    device of its own, or the ranks run different versions.
     """
-    import deepspeed  # takes seconds, and prints: import it only when a group is needed
+    import deepspeed  # not at the top, because importing it takes seconds and prints
     from deepspeed.accelerator import get_accelerator
 
     started_by_srun = "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ
@@ -58,10 +58,10 @@ def init_ranks() -> Ranks:
         _choose_gloo_interface(os.environ["MASTER_ADDR"])
     try:
         deepspeed.init_distributed(verbose=False)
-        # Waiting for rank 0's reading and writing may take longer than training's collectives are allowed (10 minutes).
+        # Rank 0 may read or write for longer than the timeout of training's collectives (10 minutes).
         patient = torch.distributed.new_group(backend="gloo", timeout=timedelta(hours=12))
     except RuntimeError as error:
-        # No answer, port taken, or ranks missing; gloo has no error type of its own.
+        # Rank 0 does not answer, its port is taken, or ranks are missing. Gloo has no error type of its own.
         if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error).lower():
             raise
         raise ConfigError(_missing_ranks_message(error)) from error
@@ -71,9 +71,9 @@ def init_ranks() -> Ranks:
 
 
 def use_gloo_without_compiling(accelerator) -> None:
-    """Keep DeepSpeed from building its shared-memory collective: it needs a C++ compiler and gains nothing.
+    """Keep DeepSpeed from building its shared-memory collectives: they need a C++ compiler and are no faster here.
 
-    DeepSpeed 0.19 has no public switch: init_distributed looks up in this private table whether the op can be built.
+    DeepSpeed 0.19 has no public switch; init_distributed looks up in __compatible_ops__ whether the op can be built.
     """
     from deepspeed.ops import __compatible_ops__  # probes the ops on first access
 
@@ -81,10 +81,10 @@ def use_gloo_without_compiling(accelerator) -> None:
 
 
 def prepare_connections(world_size: int) -> None:
-    """Raise this process's limit of descriptors as far as allowed, and keep its connections to other ranks below it.
+    """Raise this process's limit on file descriptors as far as allowed, so that it can connect to the other ranks.
 
-    With many ranks gloo connects two ranks when they first communicate, in a ring or a tree: the number of connections
-    grows with the logarithm of the ranks. Raises ConfigError if the limit is still too low.
+    With more than MOST_IN_A_MESH ranks, gloo is told to connect two ranks only when they first communicate. Its rings
+    and trees then need about log2(ranks) connections per rank. Raises ConfigError if the limit is still too low.
     """
     per_group = world_size
     if world_size > MOST_IN_A_MESH:
@@ -107,7 +107,7 @@ def prepare_connections(world_size: int) -> None:
 
 
 def device_index(local_rank: int, num_devices: int, started_by_srun: bool) -> int:
-    """Return the number of a rank's device. Raises ConfigError if it has none."""
+    """Return the index of a rank's device. Raises ConfigError if the machine shows too few devices."""
     if local_rank < num_devices:
         return local_rank
     if started_by_srun and num_devices == 1:
@@ -121,10 +121,10 @@ def device_index(local_rank: int, num_devices: int, started_by_srun: bool) -> in
 
 
 def _choose_gloo_interface(master_addr: str) -> None:
-    """Let gloo use the interface that leads to rank 0, if this machine's name resolves to an unusable address.
+    """Let gloo use the network interface that leads to rank 0, if this machine's name resolves to a loopback address.
 
-    Gloo binds to the address of the machine's name; Debian's /etc/hosts gives 127.0.1.1 for it, unreachable from other
-    machines. Raises ConfigError if the user chose an interface that does not exist.
+    Gloo binds to the address to which the host name resolves. In Debian's /etc/hosts this is 127.0.1.1, which other
+    machines can't reach. Raises ConfigError if the user chose an interface that does not exist.
     """
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     present = [name for _, name in socket.if_nameindex()]
@@ -138,7 +138,7 @@ def _choose_gloo_interface(master_addr: str) -> None:
     try:
         _, own = address_towards(master_addr)
     except OSError:
-        return  # joining rank 0 will fail with a message
+        return  # connecting to rank 0 will fail, with a message
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.split("%")[0] == own for each in addresses):
             os.environ["GLOO_SOCKET_IFNAME"] = name
@@ -163,7 +163,7 @@ def _missing_ranks_message(error: Exception) -> str:
 
 
 def _versions() -> dict[str, object]:
-    """Return the versions that must be equal on every machine for the ranks to compute the same."""
+    """Return the versions that must be equal on all machines."""
     package = Path(__file__).parents[1]
     source = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):

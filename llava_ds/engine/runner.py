@@ -1,4 +1,4 @@
-"""Run micro-batches through the model: one after the other on this rank, or as an axis of the mesh requires."""
+"""Run micro-batches through the model: one by one on this rank, or in the schedule that a mesh axis requires."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -25,16 +25,16 @@ class Runner(Protocol):
     ) -> list[Any]:
         """Run forward, backward and engine step for every micro-batch of one optimizer step.
 
-        loss_of: maps a micro-batch's number and forward's result to the scalar for backward, and a result without a
-        graph, because a graph would keep the micro-batch's activations. Returns the latter; [] on ranks that see no
-        results.
+        loss_of: maps a micro-batch's index and forward's result to (scalar for backward, detached result). The result
+        must be detached, because a graph would keep the activations in memory. Returns the detached results; [] on
+        ranks that see no results.
         """
         ...
 
     def warm_up(self, batch: Batch, forward: Forward, accumulates: bool) -> None:
         """Run forward and backward of a micro-batch with weight zero, without a step.
 
-        forward: returns a scalar; accumulates: a step has several micro-batches.
+        forward: must return a scalar; accumulates: True if a step has several micro-batches.
         """
         ...
 
@@ -46,12 +46,12 @@ class Runner(Protocol):
         ...
 
     def agree(self, value: torch.Tensor) -> torch.Tensor:
-        """Broadcast the tensor of a rank that sees results; other ranks pass one of its shape to overwrite."""
+        """Broadcast a tensor from a rank that sees results. Other ranks pass a tensor of that shape to overwrite."""
         ...
 
 
 class Direct:
-    """The runner of a rank with the whole model (except ZeRO's sharding). engine: `forward` accepts a plain model."""
+    """Runner of a rank that computes the whole model (ZeRO may shard it). engine: an engine or a plain model."""
 
     every_rank_sees = True
 
@@ -86,6 +86,6 @@ class Direct:
 
 
 def backward_with_weight_zero(engine, loss_sum: torch.Tensor, is_last: bool) -> None:
-    """Run backward of the loss times zero. is_last: True for the step's last micro-batch."""
+    """Run backward on zero times the loss. is_last: True for the step's last micro-batch."""
     engine.set_gradient_accumulation_boundary(is_last)
     engine.backward(loss_sum * 0, scale_wrt_gas=False)

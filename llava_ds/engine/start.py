@@ -32,9 +32,9 @@ def start_engine(
 ) -> deepspeed.DeepSpeedEngine:
     """Initialize DeepSpeed's engine over a model, with the optimizer and the schedule of the resolved JSON.
 
-    groups: from parameter_groups(); mesh: the one that the model was built for. DeepSpeed builds an optimizer of the
-    JSON; without one it is torch's AdamW with the flags' values. Raises ConfigError if the engine would train different
-    groups.
+    groups: parameter_groups() of the model. mesh: the mesh that the model was built for. DeepSpeed builds the optimizer
+    that the JSON names (bitsandbytes' is built here); without one, it is torch's AdamW with the flags' values. Raises
+    ConfigError if the engine would train different groups.
     """
     config, training = resolved.config, resolved.args.training
     elements = {p: num_elements(p) for p in model.parameters()}
@@ -55,7 +55,7 @@ def start_engine(
         built |= options
     engine, *_ = deepspeed.initialize(model=model, lr_scheduler=scheduler, config=own, **built)
     engine._config.train_batch_size = config["train_batch_size"]  # DeepSpeed also counts ranks with the same samples
-    engine.config = redact(engine.config)  # DeepSpeed writes it into every checkpoint file, including Comet's key
+    engine.config = redact(engine.config)  # DeepSpeed writes it, with Comet's API key, into all checkpoints
     _keep_adagrads_groups(engine)
     _take_back_first_step(engine)
     check_groups(engine, peaks, meant)
@@ -66,7 +66,7 @@ def start_engine(
 
 
 def _own_optimizer(groups: list[dict], resolved: ResolvedConfig) -> torch.optim.Optimizer | None:
-    """Build torch's AdamW or bitsandbytes' over the groups; None for an optimizer that DeepSpeed builds."""
+    """Return torch's or bitsandbytes' AdamW over the groups, or None if DeepSpeed builds the optimizer."""
     config, training = resolved.config, resolved.args.training
     if "optimizer" not in config:
         betas = (training.adam_beta1, training.adam_beta2)
@@ -119,10 +119,10 @@ def _device(offload) -> str:
 
 
 def check_groups(engine, peaks: list[dict], meant: list[tuple[float, float, int]]) -> None:
-    """Compare rate, decay and number of parameters of each group with the intended ones.
+    """Compare the rate, decay and number of parameters of each group in the engine with the intended values.
 
-    Raises ConfigError if they differ, or if the schedule changes the rates of groups that the engine doesn't use.
-    peaks: the optimizer's groups before the schedule began.
+    peaks: the optimizer's groups before the schedule changed them; meant: (rate, decay, number) per group. Raises
+    ConfigError if they differ, or if the schedule changes other groups than those that the engine steps.
     """
     trained = _trained(engine.optimizer)
     held = [(*_rates(group), sum(map(num_elements, params))) for group, params in zip(peaks, trained)]
@@ -137,9 +137,9 @@ def check_groups(engine, peaks: list[dict], meant: list[tuple[float, float, int]
 def _keep_adagrads_groups(engine) -> None:
     """Put torch's Adagrad with the run's groups back into ZeRO's optimizer.
 
-    DeepSpeed 0.19.8 makes a second Adagrad over the shards, with a single group at the default rate that the schedule
-    does not reach. Its states are right and are kept; values that stages 1 and 2 derived from the groups are
-    recomputed. check_groups then asserts that the engine steps the groups that the schedule changes.
+    DeepSpeed 0.19.8 makes a second Adagrad over the shards, with one group at the default rate, which the schedule does
+    not change. The states of the second Adagrad are correct, so they are moved to the first; values that stages 1 and 2
+    derived from the groups are recomputed. check_groups checks that the engine and the schedule use the same groups.
     """
     zero, basic = engine.optimizer, engine.basic_optimizer
     if isinstance(basic, torch.optim.Adagrad) and zero is not basic and zero.optimizer is not basic:
@@ -151,9 +151,9 @@ def _keep_adagrads_groups(engine) -> None:
 
 
 def _take_back_first_step(engine) -> None:
-    """Undo DeepSpeed 0.19.8's step on zero gradients that allocates the states at stage 0 in bfloat16.
+    """Undo the step on zero gradients by which DeepSpeed 0.19.8 allocates optimizer states at stage 0 in bfloat16.
 
-    That step decays the fp32 weights, and sets Adam's count to 1.
+    The step applies weight decay to the fp32 weights, and sets Adam's step count to 1.
     """
     optimizer = engine.optimizer
     if hasattr(optimizer, "refresh_fp32_params") and not engine.zero_optimization():
@@ -170,7 +170,7 @@ def _rates(group: dict) -> tuple[float, float]:
 
 
 def _trained(optimizer) -> list[list[nn.Parameter]]:
-    """Return the model's parameters in each group; DeepSpeed's optimizers keep them apart from flat fp32 copies."""
+    """Return the model's parameters in each group (param_groups of DeepSpeed's optimizers hold flat fp32 copies)."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return [group["params"] for group in optimizer.param_groups]
     names = ("bit16_groups", "bf16_groups", "fp16_groups")

@@ -1,8 +1,8 @@
 """Warm-up of the largest micro-batch: forward and backward with weight zero, before the first step.
 
-A micro-batch that doesn't fit then fails in the first minute, not after hours. If its loss is finite, its gradients are
-exact zeros; no optimizer step is taken, random states are restored and the engine's buffers are cleared, so that the
-run's numbers are bit-equal with or without it.
+If the micro-batch doesn't fit into memory, the run then fails in its first minute, not after hours. The run's numbers
+are bit-equal with and without warm-up: if the loss is finite, all gradients are exactly zero; no optimizer step is
+taken, random states are restored, and the engine's buffers are cleared.
 """
 
 import functools
@@ -27,15 +27,15 @@ from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first
 
-STEPS_LOOKED_AT = 20  # number of steps to check for steps of several micro-batches
+STEPS_LOOKED_AT = 20  # number of steps to search for one with several micro-batches
 
 
 @dataclass(frozen=True)
 class LargestMicroBatch:
-    """The largest remaining micro-batch by tokens, the same on every rank (heaviest).
+    """The remaining micro-batch with the most tokens, the same on every rank (see data/heaviest.py).
 
-    samples: indices in the data set; accumulates: True if steps have several micro-batches, so that gradients are
-    accumulated; probe: the objective's probe; most_worked: the micro-batch with the most work, if different.
+    samples: indices of its samples in the data set; accumulates: True if steps accumulate the gradients of several
+    micro-batches; probe: the objective's probe; most_worked: the micro-batch with the most work, None if it is `batch`.
     """
 
     batch: Batch
@@ -54,7 +54,7 @@ class LargestMicroBatch:
 class NewEngine:
     """An engine before its first step. Every method is collective.
 
-    parts: model parts with layers to checkpoint, by name; moments: numbers that the optimizer keeps per trained weight;
+    parts: model parts with layers to checkpoint, by name; moments: fp32 optimizer states per trained weight;
     watch: context manager that explains out-of-memory errors of the largest micro-batch; find: returns the largest
     micro-batch, None if no step is left.
     """
@@ -74,7 +74,7 @@ class NewEngine:
         return self.find()
 
     def warm_up(self) -> None:
-        """Try the largest micro-batch, on a GPU or if an extension has already built it."""
+        """Try the largest micro-batch; on a CPU, only if an extension has already loaded it."""
         on_gpu = self.ranks.device.type == "cuda"
         if (on_gpu or "largest" in vars(self)) and self.largest is not None:
             with self.watch(self.largest):
@@ -109,7 +109,7 @@ def warm_up(runner: Runner, largest: LargestMicroBatch, held_bytes: int = 0) -> 
 
 @contextmanager
 def discard_gradients(engine, held_bytes: int = 0) -> Iterator[None]:
-    """Restore random states and clear the gradients of backward_with_weight_zero afterwards.
+    """At the end of this context, restore random states and clear the gradients of backward_with_weight_zero.
 
     held_bytes: device memory to reserve meanwhile.
     """
@@ -123,10 +123,10 @@ def discard_gradients(engine, held_bytes: int = 0) -> Iterator[None]:
 
 
 def _clear_gradients(engine) -> None:
-    """Clear gradients like DeepSpeed 0.19.8's optimizers after a step skipped for an overflow.
+    """Clear gradients in the way DeepSpeed 0.19.8's optimizers do after a step that they skip for an overflow.
 
-    All gradients are zeros, but their memory would stay allocated, and stage 2 would keep its count of micro-batches
-    (it decides if gradients are copied or added).
+    All gradients are zeros, but their memory would stay allocated. Stage 2 would also keep its count of micro-batches,
+    by which it decides whether to copy or to add gradients.
     """
     engine.zero_grad()
     optimizer = engine.optimizer

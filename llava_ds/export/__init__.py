@@ -1,1 +1,1 @@
-"""Model folders for transformers and for LLaVA, adapters, and projectors."""
+"""Export of models as folders for transformers or LLaVA, as adapters, and as projector files."""

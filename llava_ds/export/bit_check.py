@@ -1,4 +1,4 @@
-"""A check of an export's files: every tensor read back has the bits that were written."""
+"""Check an export's files: read every tensor back, and compare its bits with the written ones by checksum."""
 
 import time
 from collections.abc import Iterable
@@ -10,26 +10,26 @@ import torch
 from llava_ds.export.layer_by_layer import LIMIT_S, TooSlow
 from llava_ds.model.open.weights import WeightFiles
 
-# Checksum of each tensor's bits, by the tensor's name, by file or folder of weights.
+# By path of a weight file or folder: each tensor's checksum by name.
 Written = dict[Path, dict[str, int]]
 
 
 def sums_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """Return a checksum of each tensor's bits; it changes if a single bit flips."""
+    """Return a checksum of each tensor's bits, by name. A single flipped bit changes the checksum."""
     return {name: _word_sum(tensor) for name, tensor in tensors}
 
 
 def _word_sum(tensor: torch.Tensor) -> int:
-    """Sum a tensor's 64-bit words, modulo 2**64, and the remaining bytes: 20 GB a second."""
+    """Sum a tensor's 64-bit words modulo 2**64, and the remaining bytes. Processes 20 GB a second."""
     content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     whole = len(content) // 8 * 8
     return int(content[:whole].view(np.int64).sum()) + int(content[whole:].sum())
 
 
 def check_written(written: Written) -> None:
-    """Read tensors back and compare the checksums of their bits.
+    """Read all tensors back, and compare their checksums with `written`.
 
-    Raises RuntimeError for differences, DataError for a file that can't be read, and TooSlow after the time limit.
+    Raises RuntimeError if names or bits differ, DataError if a file can't be read, and TooSlow after LIMIT_S seconds.
     """
     end = time.monotonic() + LIMIT_S
     for path, sums in written.items():

@@ -1,4 +1,4 @@
-"""Merge several adapters of one base into a single model, by weights."""
+"""Merge several adapters of the same base model into one model, as a weighted sum."""
 
 import dataclasses
 from functools import partial
@@ -17,10 +17,10 @@ from llava_ds.model.open.model_folder import without_adapter
 def open_adapters(
     folders: list[Path], weights: list[float], given: dict[str, object], dtype: torch.dtype | None, form: str
 ) -> tuple[ExportPlan, list[Entry], list[str]]:
-    """Return the model W + sum of weight * (W merged with the adapter - W) over adapter folders, like open_folder.
+    """Open adapters of one base model W as the model W + sum of weight * ((W merged with the adapter) - W).
 
-    A tensor that the base lacks, like a projector trained with each adapter, becomes the weighted mean of the
-    adapters'. given, dtype, form: as in open_folder. Raises ConfigError for folders and weights that don't match.
+    A tensor that the base lacks, like a projector trained with each adapter, becomes the weighted mean over the
+    adapters. Parameters and result as in open_folder. Raises ConfigError if folders or weights don't match.
     """
     if len(weights) != len(folders):
         raise ConfigError(
@@ -58,13 +58,13 @@ def open_adapters(
 
 
 def _bases(export: ExportPlan) -> list[str | None]:
-    """Return the paths of the parts under an adapter."""
+    """Return the resolved paths of an adapter's base language model and tower; None for a part without an adapter."""
     sources = (export.model.sources.language_model, export.model.sources.vision_tower)
     return [None if (base := without_adapter(source)) is None else str(Path(base.path).resolve()) for source in sources]
 
 
 def _base_entries(export: ExportPlan) -> list[Entry]:
-    """Return the tensors of the parts under an adapter."""
+    """Return the tensors of the base model's parts, without the adapter."""
     found: list[Entry] = []
     for part in ("vision_tower", "projector", "newline", "language_model"):
         source = without_adapter(getattr(export.model.sources, part))
@@ -74,7 +74,7 @@ def _base_entries(export: ExportPlan) -> list[Entry]:
 
 
 def _blended(entries: list[Entry], base: Entry | None, weights: list[float]) -> torch.Tensor:
-    """Sum in float32, and round once."""
+    """Return a tensor of the merged model, summed in float32 and rounded once. base: None if the base lacks it."""
     tensors = [entry.read() for entry in entries]
     if base is None:
         weights, whole = [weight / sum(weights) for weight in weights], 0

@@ -16,8 +16,8 @@ from llava_ds.runtime.redact import redact
 from llava_ds.tracking.run_files import read_run
 
 CARD = "README.md"
-MAX_BYTES = 2**20  # maximum size of a card to which scores are added; this project's have 5 kB
-# Flags that interest a reader of a model card, without paths.
+MAX_BYTES = 2**20  # scores are added only to a card up to this size; cards written here have 5 kB
+# Flags that a model card lists; none is a path.
 SHOWN = (
     "version", "mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature", "image_aspect_ratio",
     "mm_patch_merge_type", "model_max_length", "learning_rate", "mm_projector_lr", "mm_vision_tower_lr",
@@ -26,7 +26,7 @@ SHOWN = (
 
 FORMS = ("hf", "llava", "adapter", "projector")  # other forms belong to extensions
 
-# run/evaluate.py inserts its scores here; a card without this mark is not changed.
+# run/evaluate.py inserts its scores before this mark. It does not change a card without the mark.
 EVALUATIONS_END = "<!-- llava_ds: evaluations end here -->"
 USE_TRANSFORMERS = """\
 ```python
@@ -62,11 +62,11 @@ In llava_ds:
 def write_card(
     output_dir: Path, form: str, args: Arguments, run_dir: Path, record: dict, step: int | None = None
 ) -> None:
-    """Write README.md.
+    """Write README.md of an exported model.
 
-    run_dir: has metrics.jsonl; record: run.json; step: of the checkpoint, None for the last. It has no scores yet:
-    those in run_dir may belong to an earlier model; add_evaluation inserts new ones. Models and data sets are named by
-    the last part of their path, because the rest is specific to the machine.
+    run_dir: the run's folder; record: content of run.json; step: the exported checkpoint's step, None for the last
+    step. Scores in run_dir may belong to an earlier model, so none are written; add_evaluation inserts them. Models and
+    data sets are named by the last part of their path, because the rest depends on the machine.
     """
     model, flags = args.model, args.as_dict()
     name = output_dir.resolve().name
@@ -103,7 +103,7 @@ def write_card(
 
 
 def write_conversion_card(output_dir: Path, form: str, source: Path) -> None:
-    """Write README.md of a folder converted from another format."""
+    """Write README.md of a model folder that was converted from `source`, a folder in another format."""
     name = output_dir.resolve().name
     text = f"# {name}\n\n{source.resolve().name}, converted by llava_ds.\n\n"
     usage = "" if form == "projector" else f"{EVALUATIONS_END}\n\n## Asking it\n\n{_usage(output_dir, form, name)}"
@@ -114,7 +114,7 @@ def add_evaluation(folder: Path, name: str, scores: dict) -> bool:
     """Insert scores into a model's card, replacing an evaluation of the same name.
 
     Returns False if the folder has no card written by this project. scores: in the format of run/evaluate.py --output.
-    Raises OSError if the card can't be written; it is replaced atomically.
+    The card is replaced atomically. Raises OSError if that fails.
     """
     path = folder / CARD
     try:
@@ -123,7 +123,7 @@ def add_evaluation(folder: Path, name: str, scores: dict) -> bool:
         return False
     if EVALUATIONS_END not in card:
         return False
-    name = re.sub(r"[^\w .,:+-]|--+", "_", redact(name))  # these end a comment
+    name = re.sub(r"[^\w .,:+-]|--+", "_", redact(name))  # characters that could end the HTML comment
     begin, end = f"<!-- evaluation: {name} -->\n", "<!-- end of evaluation -->\n"
     block = begin + "\n".join([f"## Evaluation: {name}", "", *_score_lines(scores), ""]) + "\n" + end
     old = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.S)
@@ -136,7 +136,7 @@ def add_evaluation(folder: Path, name: str, scores: dict) -> bool:
 
 
 def _numbers(run_dir: Path, record: dict, step: int | None) -> list[str]:
-    """Return the report's figures up to the step."""
+    """Return lines with the numbers of training up to a step; None: the last step."""
     run = read_run(run_dir)
     if step is not None:
         until = ([row for row in rows if row["step"] <= step] for rows in (run.metrics, run.evals))
@@ -160,7 +160,7 @@ def _numbers(run_dir: Path, record: dict, step: int | None) -> list[str]:
 
 
 def _score_lines(scores: dict) -> list[str]:
-    """Return a table of run/evaluate.py's scores: a row per kind, a column per condition."""
+    """Return a Markdown table of run/evaluate.py's scores: a row per kind of question, a column per condition."""
     columns = scores["scores"]
     kinds = next(iter(columns.values()))
     rows = [
@@ -172,19 +172,19 @@ def _score_lines(scores: dict) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """Escape markup and cell separators in a text."""
+    """Escape Markdown markup and cell separators in a text."""
     return re.sub(r"([|<>`*_\[\]\\])", r"\\\1", " ".join(text.split()))
 
 
 def _library(form: str) -> str:
-    """Return the library that opens a format."""
+    """Return the model card's library_name for a format."""
     if form not in FORMS:
         return choice("format", form).library
     return "transformers" if form == "hf" else "llava"
 
 
 def _usage(output_dir: Path, form: str, name: str) -> str:
-    """Return code and a command; a relative name without a folder would be looked up on the hub."""
+    """Return the card's text on how to use the model. It says where to run the code, because the path is relative."""
     where = f"Run this in the folder that holds `{name}`, with an image named `image.png` there.\n\n"
     in_shell = "'" + name.replace("'", "'\\''") + "'"
     here, quoted = USE_LLAVA_DS.format(folder=in_shell), json.dumps(name, ensure_ascii=False)

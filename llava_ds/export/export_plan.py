@@ -1,4 +1,4 @@
-"""The plan of an export: everything about a model except its weights, and the format of its folder."""
+"""The plan of an export: the format of its folder, and everything about the model except its weights."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class ExportPlan:
     """The model to write, and its form: "hf" (for transformers), "llava", "adapter", "projector", or an extension's.
 
-    args: flags that the model was built with; dtype: of the written weights; max_length: longest sample in tokens;
-    max_shard_bytes: maximum size of a weight file; rows: of the embeddings before an export added tokens, None if it
-    added none; tower_name: the tower's name in LLaVA's format; template: the processor's chat template, None for
-    --version's; matrix_type: of matrices, in a format with its own types.
+    args: flags that the model was built with. dtype: dtype of the written weights. max_length: longest sample in
+    tokens. max_shard_bytes: maximum size of a weight file. rows: number of embedding rows before an earlier export
+    added tokens, None if it added none. tower_name: name of the tower in LLaVA's config.json. template: chat template
+    of the processor, None for --version's. matrix_type: type of matrices, in formats with types of their own.
     """
 
     model: ModelPlan
@@ -45,39 +45,39 @@ class ExportPlan:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the model's embeddings."""
+        """Number of rows of the model's embeddings."""
         return self.model.text_config.vocab_size
 
     @property
     def uses_own_template(self) -> bool:
-        """True if conversations use the tokenizer's own chat template, instead of one of LLaVA's."""
+        """True if conversations use the tokenizer's chat template, False for one of LLaVA's templates."""
         return self.model.architecture is not None or self.args.version == "chat_template"
 
     @property
     def is_whole_model(self) -> bool:
-        """True for a model folder, False for an adapter and for a projector."""
+        """True for "hf" and "llava", False for an adapter, a projector, or an extension's format."""
         return self.form in ("hf", "llava")
 
     @property
     def source_folder(self) -> Path:
-        """The folder of an architecture's original model, or of the model under its adapter."""
+        """For a model with an architecture: the folder of the original model, or of the adapter's base model."""
         return Path(self.model.sources.vision_tower.path)
 
     @cached_property
     def adapter(self) -> "Adapter | None":
-        """Writes the adapter; None for a complete model."""
+        """The object that writes the adapter; None for a model without adapters."""
         return active(self.args.own).adapter
 
     @cached_property
     def names(self) -> "Names":
-        """Names and ties of the language model's parameters."""
+        """Names and ties of the language model's parameters, as in transformers."""
         from llava_ds.export.tensors import Names  # imports everything that reads weights
 
         return Names.of(self.model.text_config)
 
 
 def hf_kind(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) -> tuple[str | None, str]:
-    """Return the model_type of transformers' class for a model, and ""; or None and the reason without a class."""
+    """Return (model_type, "") of the transformers class that fits a model, or (None, reason) if none fits."""
     kind = hf_container(plan, image_options)
     if plan.architecture is not None:
         return kind, ""
@@ -99,9 +99,9 @@ def hf_kind(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) 
 
 
 def hf_container(plan: ModelPlan, image_options: ImageOptions) -> str:
-    """Return the model_type of transformers' class with such a language model and newline.
+    """Return the model_type of the transformers class that can hold the model's language model and newline.
 
-    The class's own image code may differ.
+    The class may process images differently.
     """
     if plan.architecture is not None:
         return plan.architecture.config.model_type
@@ -111,7 +111,7 @@ def hf_container(plan: ModelPlan, image_options: ImageOptions) -> str:
 
 
 def own_vision(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) -> str:
-    """Return why no class in transformers has such a tower and projector, or ""."""
+    """Return the reason why no class in transformers has this tower and projector; "" if one has."""
     if args.mm_projector_type != "mlp2x_gelu":
         is_own = args.mm_projector_type.partition(":")[0] in values_of("mm_projector_type")
         instead = "whoever opens the model needs its plugin's file" if is_own else "give mlp2x_gelu"
@@ -134,7 +134,7 @@ def own_vision(plan: ModelPlan, args: ModelArguments, image_options: ImageOption
 
 
 def not_llavas(plan: ModelPlan, args: ModelArguments) -> str:
-    """Return what LLaVA's own code lacks for a model in its format, or ""."""
+    """Return a line about what LLaVA's own code lacks to open the model in LLaVA's format; "" if nothing."""
     kind, lacks = plan.tower.config.model_type, ""
     if square_stride(args.mm_projector_type) > 1:
         lacks = f"--mm_projector_type {args.mm_projector_type}"
@@ -146,9 +146,9 @@ def not_llavas(plan: ModelPlan, args: ModelArguments) -> str:
 
 
 def export_format(args: Arguments, plan: ModelPlan, image_options: ImageOptions) -> tuple[str, list[str]]:
-    """Choose the format of a run's export, before training; returns it with lines about an unexpected choice.
+    """Choose the format of a run's export before training. Returns it, and lines to print about an unexpected choice.
 
-    Raises ConfigError if --export_format is not possible, or LLaVA's format would lose tokens.
+    Raises ConfigError if --export_format is not possible, or if LLaVA's format would lose tokens.
     """
     if trains_projector_only(args.model) and plan.architecture is None:
         return "projector", []

@@ -1,4 +1,4 @@
-"""The export of a finished run: a projector, a model or an adapter; models and adapters are compared on one sample."""
+"""Export a finished run's model, adapter or projector. Models and adapters are reloaded and compared on one sample."""
 
 import contextlib
 import os
@@ -44,12 +44,12 @@ def export_model(
 ) -> None:
     """Export the finished model into --output_dir. Collective.
 
-    step: of the model, if it is not the last. Raises RuntimeError if the reloaded folder does not reproduce the trained
-    model's logits, DataError if the disk refuses a file.
+    step: the model's step, if it is not the last. Raises RuntimeError if the reloaded folder does not reproduce the
+    trained model's logits, and DataError if a file can't be written.
     """
     output_dir = Path(args.training.output_dir)
-    runner.engine.empty_partition_cache()  # after the eval loss, for the same reason as below
-    # Otherwise compiled layers would be compiled again for a single forward without gradients.
+    runner.engine.empty_partition_cache()  # the eval loss may have gathered parameters (see _logits_everywhere)
+    # Eager, because compiled layers would be compiled again for a single forward without gradients.
     with _disk_errors(output_dir, args.training), exact_fp32(), torch.compiler.set_stance("force_eager"):
         if ranks.is_first:
             write_trainer_state(output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs)
@@ -67,7 +67,7 @@ def export_model(
 
 @contextlib.contextmanager
 def _disk_errors(output_dir: Path, training: TrainingArguments) -> Iterator[None]:
-    """Raise DataError if the disk refuses a file. The watchdog informs the other ranks: they wait for this one."""
+    """Turn errors of the disk into DataError. The other ranks wait meanwhile; the watchdog informs them."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -86,7 +86,7 @@ def _disk_errors(output_dir: Path, training: TrainingArguments) -> Iterator[None
 def write_model(engine, export: ExportPlan, ranks: Ranks, folder: Path) -> None:
     """Write the current model into a folder, in its export format. Collective.
 
-    Raises OSError on rank 0 if the disk refuses it, after the other ranks have done their part.
+    Raises OSError on rank 0 if a file can't be written, after the other ranks have finished their reads.
     """
     engine.empty_partition_cache()
     try:
@@ -96,9 +96,9 @@ def write_model(engine, export: ExportPlan, ranks: Ranks, folder: Path) -> None:
 
 
 def export_to_subfolder(name: str, engine, export: ExportPlan, training: TrainingArguments, ranks: Ranks) -> Path:
-    """Write the current model into a folder in --output_dir, and return the folder. Collective.
+    """Write the current model into the folder `name` in --output_dir, and return the folder's path. Collective.
 
-    Raises DataError if the disk refuses it.
+    Raises DataError if a file can't be written.
     """
     folder = Path(training.output_dir) / name
     with _disk_errors(folder, training):
@@ -109,7 +109,7 @@ def export_to_subfolder(name: str, engine, export: ExportPlan, training: Trainin
 
 
 def _refusal(error: Exception) -> OSError | None:
-    """Return the disk's error as an OSError; None for any other error."""
+    """Return the OSError of a disk in a file or safetensors error; None for any other error."""
     code = re.search(r"\(os error (\d+)\)", str(error))  # safetensors' wording
     cause = OSError(int(code[1]), os.strerror(int(code[1]))) if code else error
     return cause if isinstance(cause, OSError) and cause.errno in REMEDIES else None
@@ -129,7 +129,7 @@ def _export_folder(
     ranks: Ranks,
     step: int | None,
 ) -> None:
-    """Write the folder of a model or an adapter, and check its logits for one sample with the library that opens it."""
+    """Write a model's or adapter's folder, reload it, and compare its logits with the trained model's on one sample."""
     output_dir, sample, check = Path(args.training.output_dir), dataset.example(), args.training.check_export
     batch, logits = collate([sample], dataset.image_options).to(ranks.device), None
     if check != "off":
@@ -164,7 +164,7 @@ def _export_folder(
 
 
 def _compare_both(written: Written, compare: Callable[[], float]) -> float:
-    """Compare the bits of all tensors in the files, then logits; returns the logits' difference."""
+    """Check the bits of all written tensors, then compare logits. Returns the difference of the logits."""
     check_written(written)
     return compare()
 
@@ -175,7 +175,7 @@ def _refuse_to_compare(why: str) -> float:
 
 @torch.no_grad()
 def _logits_everywhere(runner: Runner, batch: Batch, check: str) -> torch.Tensor:
-    """Return logits (T, V), computed by the module itself: the engine would use autocast, but weights are compared."""
+    """Return logits (T, V) of the compared positions, on every rank. Bypasses the engine: it would use autocast."""
     engine = runner.engine
     engine.eval()
     with full_precision_gathers(engine.module):
@@ -185,6 +185,6 @@ def _logits_everywhere(runner: Runner, batch: Batch, check: str) -> torch.Tensor
             rows, dtype = engine.module.language_model.config.vocab_size, next(engine.module.parameters()).dtype
             logits = torch.empty(len(positions), rows, dtype=dtype, device=positions.device)
         logits = runner.agree(logits)
-    # ZeRO-3 started gathering parameters for a backward pass; until they are released, nothing else can gather them.
+    # ZeRO-3 has gathered parameters for a backward pass that won't come. Release them, or nothing else can gather them.
     engine.empty_partition_cache()
     return logits

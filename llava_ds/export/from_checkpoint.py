@@ -1,4 +1,4 @@
-"""A finished model restored from a checkpoint, without the processes that trained it."""
+"""Restore a model from a checkpoint in a single process, without the ranks that trained it."""
 
 import dataclasses
 import os
@@ -30,8 +30,8 @@ from llava_ds.tracking.run_record import read_run_record
 class Restored:
     """A checkpoint's model.
 
-    export: in the run's own export format; entries: the complete model, LoRA merged; trained: the tensors in the
-    checkpoint; base: the run's initial model; run, record: run.json's flags and content.
+    export: export plan in the run's own format. entries: tensors of the complete model, LoRA merged. trained: tensors
+    in the checkpoint. base: tensors of the run's initial model. run, record: flags in run.json, and its content.
     """
 
     export: ExportPlan
@@ -46,10 +46,10 @@ class Restored:
 def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None, average: int = 1) -> Restored:
     """Restore the model of a checkpoint: trained tensors from the checkpoint, frozen ones from their original folders.
 
-    moved: paths of --model_name_or_path and the like that replace those in run.json; dtype None: training's dtype;
-    average: average the weights of this many checkpoints, of which this is the last. The run's initial projector is
-    needed only if the checkpoint has no trained one.
-    Raises ConfigError or DataError for a damaged checkpoint, and for base models that are missing or different.
+    moved: new paths by flag (--model_name_or_path, ...), for those in run.json. dtype: None for training's dtype.
+    average: number of checkpoints, this one the last, whose weights are averaged. The run's initial projector is needed
+    only if the checkpoint has no trained one.
+    Raises ConfigError or DataError if a checkpoint is damaged, or a base model is missing or has changed.
     """
     several = _last(checkpoint, average)
     for each in several:
@@ -74,7 +74,7 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None, 
     weight_hashes(run.replaced(dry_run=True, **dict.fromkeys(run.own_models)), run_dir, checkpoint)
     plan = plan_model(run.model, run.data.model_max_length, run.traits.scores)
     image_options = plan.tower.image_options(run)
-    # If "hf" is impossible, "llava" is used even if a flag asked for "hf": --format can choose another format.
+    # Ignore that the run asked for "hf": if it is impossible, "llava" is used, and --format can override it.
     form, _ = export_format(dataclasses.replace(run, given=run.given - {"export_format"}), plan, image_options)
     export = ExportPlan(plan, run.model, image_options, dtype or trained_in, run.data.model_max_length, form)
 
@@ -94,9 +94,9 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None, 
 
 
 def _last(checkpoint: Path, number: int) -> list[Path]:
-    """Return the checkpoint and the ones before it in the same folder, newest first.
+    """Return `number` checkpoints, newest first: the given one and the ones before it in the same folder.
 
-    Raises ConfigError if there are fewer.
+    Raises ConfigError if there are not enough.
     """
     if number == 1:
         return [checkpoint]
@@ -117,7 +117,7 @@ def _last(checkpoint: Path, number: int) -> list[Path]:
 
 
 def _averaged(several: list[list[SavedWeight]], checkpoints: list[Path]) -> list[SavedWeight]:
-    """Return the mean of several checkpoints' weights, computed in fp32 when a weight is read."""
+    """Return the mean weights of several checkpoints. A mean is computed in fp32 when its weight is read."""
     by_name = [{weight.name: weight for weight in weights} for weights in several]
     shapes = [{name: weight.shape for name, weight in weights.items()} for weights in by_name]
     for path, each in zip(checkpoints, shapes):
@@ -133,9 +133,9 @@ def _averaged(several: list[list[SavedWeight]], checkpoints: list[Path]) -> list
 
 
 def _holds_projector(trained: list[Entry], run: Arguments) -> bool:
-    """Return True if everything in stage 1's file was trained, the newline with the projector.
+    """Return True if the checkpoint has everything that stage 1's projector file has, so that file is not needed.
 
-    Rows of new tokens don't count: they belong to the language model.
+    The file also has embedding rows if the run added image tokens; then the file is needed.
     """
     adds_tokens = run.model.mm_use_im_start_end or run.model.mm_use_im_patch_token
     own = (entry.name for entry in trained if entry.name.startswith("projector."))
@@ -143,11 +143,11 @@ def _holds_projector(trained: list[Entry], run: Arguments) -> bool:
 
 
 def _check_bases(run: Arguments, saved: dict[str, object]) -> None:
-    """Compare the base models' folders, and the projector's file, with the ones used in training."""
+    """Raise ConfigError if base models or the projector's file differ from training's. saved: digests by flag."""
     problems = []
     for name in ("model_name_or_path", "model_base", "vision_tower"):
         given = getattr(run.model, name)
-        if saved.get(name) is None:  # the model includes its own tower
+        if saved.get(name) is None:  # the run did not use this flag, as for a model with its own tower
             if given is not None:
                 problems.append(f"--{name} {given}: the run was trained without this flag, leave it out")
             continue
@@ -168,10 +168,10 @@ def _check_bases(run: Arguments, saved: dict[str, object]) -> None:
 
 
 def located(args: Arguments, record: dict, run_dir: Path) -> Arguments:
-    """Return the flags with the current path of each base model and projector, as far as found.
+    """Return the flags with the current path of each base model and projector, if it is found.
 
-    Relative paths start at the run's working folder. If that folder, or the neighbours of --output_dir, were moved
-    together with the run, they are found relative to run_dir, the current folder of run.json.
+    Relative paths start at the run's working folder. Paths that were moved together with --output_dir are found
+    relative to run_dir, the current folder of run.json.
     """
     started = Path(record.get("folder") or ".")
     then, now = Path(os.path.normpath(started / (args.training.output_dir or "."))), run_dir.resolve()
@@ -185,7 +185,7 @@ def located(args: Arguments, record: dict, run_dir: Path) -> Arguments:
 
 
 def _current_path(value: str, started: Path, then: Path, now: Path) -> Path:
-    """Resolve a path of a run. started: its working folder; then, now: its own folder before and after moving."""
+    """Find the current path of a run's file. started: the run's working folder; then, now: its old and new folder."""
     path = Path(os.path.normpath(started / value))
     candidates = [path]
     for old, new in zip((then, *then.parents), (now, *now.parents)):

@@ -1,4 +1,4 @@
-"""A finished model read from a folder: in LLaVA's format, in transformers', or LoRA over either."""
+"""Read a finished model from a folder in LLaVA's or transformers' format, or from a LoRA over one."""
 
 from pathlib import Path
 
@@ -31,10 +31,10 @@ NO_LIMIT = 10**9  # tokenizers without a limit have a larger model_max_length
 def open_folder(
     source: Path, given: dict[str, object], dtype: torch.dtype | None, form: str
 ) -> tuple[ExportPlan, list[Entry], list[str]]:
-    """Return the model in a folder, its tensors, and lines that describe it.
+    """Return the export plan of the model in a folder, its tensors, and lines that describe it.
 
-    given: flags of run/export.py that complete the folder (vision_tower, model_base, version); dtype None: keep the
-    folder's dtype; form: of the export. Raises ConfigError or DataError for folders without a complete LLaVA model.
+    given: flags of run/export.py that complete the folder (vision_tower, model_base, version); dtype: None for the
+    folder's dtype; form: format of the export. Raises ConfigError or DataError if the folder has no complete LLaVA.
     """
     given = dict(given)
     base = given.get("model_base")
@@ -86,7 +86,7 @@ def open_folder(
 
 
 def _config_of(source: Path, base: str | None) -> dict:
-    """Return config.json, from the adapter's base if an adapter has none."""
+    """Return config.json of a folder or, if it is an adapter without one, of its base model; {} without any."""
     for folder in (source, *([] if base is None else [Path(base)])):
         if (folder / "config.json").is_file():
             config = read_config(folder / "config.json", f"{FLAG} {folder}")
@@ -99,7 +99,7 @@ def _config_of(source: Path, base: str | None) -> dict:
 
 
 def _precision(entries: list[Entry]) -> torch.dtype:
-    """Return the dtype of the language model's first matrix."""
+    """Return the dtype of the language model's first matrix. Raises ConfigError if it can't be written."""
     first = next(entry for entry in entries if entry.name.startswith("language_model.") and len(entry.shape) > 1)
     dtype = first.read().dtype
     if dtype not in DTYPES:

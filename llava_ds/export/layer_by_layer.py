@@ -1,5 +1,5 @@
 # T tokens, V vocabulary
-"""A reloaded model's forward during a run: on the GPU or on all cores, with little memory, within a time limit."""
+"""Run a reloaded model's forward during a run, on the GPU or all cores, with little memory and a time limit."""
 
 import contextlib
 import os
@@ -10,28 +10,28 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-LIMIT_S = 600.0  # limit of a comparison: the other ranks' GPUs are idle meanwhile
+LIMIT_S = 600.0  # maximum time of a comparison, during which the other ranks' GPUs are idle
 MARGIN_BYTES = 10**9  # GPU memory reserved for a layer's activations
-COPIES_OF_LOGITS = 4  # float32 copies of the logits, besides the model's own
-SMALL_BYTES = 10**9  # below this size, training's number of threads is fast enough, and rounds like training
+COPIES_OF_LOGITS = 4  # float32 copies of the logits that a comparison needs, besides the model's output
+SMALL_BYTES = 10**9  # smaller models keep training's number of threads, to round like training
 
 
 class NotCompared(Exception):
-    """A comparison was given up, for the reason in the message."""
+    """Raised if a comparison is abandoned. The message is the reason."""
 
 
 class TooSlow(NotCompared):
-    """A comparison was given up at its deadline."""
+    """Raised if a comparison reaches its time limit."""
 
 
 class Deadline:
-    """The time limit of a comparison, starting now."""
+    """The deadline of a comparison: LIMIT_S seconds after construction."""
 
     def __init__(self) -> None:
         self._end = time.monotonic() + LIMIT_S
 
     def check(self, done: int, of: int, device: torch.device) -> None:
-        """Raise TooSlow after the deadline. done, of: layers."""
+        """Raise TooSlow after the deadline. done, of: numbers of finished and of all layers, for the message."""
         if time.monotonic() > self._end:
             where = "the GPU" if device.type == "cuda" else f"{torch.get_num_threads()} threads of the CPU"
             raise TooSlow(f"after {LIMIT_S:g} s only {done} of {of} layers were computed, on {where}")
@@ -39,11 +39,11 @@ class Deadline:
 
 @contextlib.contextmanager
 def layer_by_layer(model: nn.Module, logits: torch.Tensor, deadline: Deadline) -> Iterator[torch.device]:
-    """Prepare a model on the CPU for forwards on the device of `logits` (T, V), the expected result.
+    """Prepare a model on the CPU for forwards on the GPU that has `logits` (T, V), the expected result.
 
-    On a GPU each layer's weights are loaded only while it computes, so a model mapped from its files needs room for one
-    layer plus embedding and output layer. Yields the device of the inputs: the CPU if the GPU has less room. A forward
-    raises TooSlow at the deadline.
+    A layer's weights are on the GPU only while it computes, so a model mapped from its files needs memory for one
+    layer, the embedding and the output layer. Yields the device for the inputs: the CPU if the GPU lacks that memory. A
+    forward raises TooSlow at the deadline.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     inner = {id(tensor) for layer in layers for tensor in _tensors(layer)}
@@ -53,7 +53,7 @@ def layer_by_layer(model: nn.Module, logits: torch.Tensor, deadline: Deadline) -
     for tensor in ends:
         tensor.data = _moved(tensor.data, device)
     done: list[nn.Module] = []
-    before: dict[nn.Module, list[torch.Tensor]] = {}  # the running layer's tensors in the files
+    before: dict[nn.Module, list[torch.Tensor]] = {}  # each running layer's tensors before they were moved
 
     def enter(layer: nn.Module, _: object) -> None:
         deadline.check(len(done), len(layers), device)
@@ -74,7 +74,7 @@ def layer_by_layer(model: nn.Module, logits: torch.Tensor, deadline: Deadline) -
 
 
 def _device(logits: torch.Tensor, num_bytes: int) -> torch.device:
-    """Return the logits' device, or the CPU if the GPU lacks room for this number of bytes of weights."""
+    """Return the device of the logits, or the CPU if that GPU lacks memory for num_bytes of weights."""
     if logits.device.type != "cuda":
         return torch.device("cpu")
     torch.cuda.empty_cache()  # training's activations are freed, but torch still holds their memory
@@ -85,10 +85,10 @@ def _device(logits: torch.Tensor, num_bytes: int) -> torch.device:
 
 @contextlib.contextmanager
 def _threads(device: torch.device, num_bytes: int) -> Iterator[None]:
-    """Use every core available to this process, if the model is on the CPU and not small."""
+    """Use all available cores within the block, if the model is on the CPU and larger than SMALL_BYTES."""
     before = torch.get_num_threads()
     if device.type == "cpu" and num_bytes > SMALL_BYTES:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))  # launchers give a rank one core, or its share
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # launchers limit a rank's number of threads
     try:
         yield
     finally:

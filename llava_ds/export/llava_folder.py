@@ -21,9 +21,9 @@ from llava_ds.model.open import names as formats
 def llava_config(
     export: ExportPlan, *, max_length: int | None = None, dtype: torch.dtype | None = None
 ) -> dict[str, object]:
-    """Return the language model's configuration with LLaVA's fields, without its local path.
+    """Return config.json's content: the language model's configuration and LLaVA's fields, without local paths.
 
-    If LLaVA has no class for the family, model_type and architectures follow LLaVA's pattern.
+    If LLaVA has no class for the model's family, model_type and architectures are named by LLaVA's pattern.
     """
     plan, args, image_options = export.model, export.args, export.image_options
     family = plan.text_config.model_type
@@ -59,22 +59,22 @@ def llava_config(
         "tune_mm_mlp_adapter": args.tune_mm_mlp_adapter,
         "freeze_mm_mlp_adapter": args.freeze_mm_mlp_adapter,
         "unfreeze_mm_vision_tower": "vision_tower" in trained_parts(args),
-        "llava_ds_version": args.version,  # LLaVA's own code uses the folder's name
+        "llava_ds_version": args.version,  # only this project reads it; LLaVA's code chooses by the folder's name
         **plugin_entries(args.mm_projector_type),
     }
 
 
 def llava_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """Return the entries to write: LLaVA's names, without rows added by an export, and with the complete tower."""
+    """Return the entries to write, under LLaVA's names, with the complete tower and without rows an export added."""
     tower = read_entries("vision_tower", export.model.sources.whole_tower())
     whole = export.names.resized(completed(entries, tower), export.rows or export.vocab_size)
     return renamed(export.names.divided(whole), lambda name: formats.to_llava(name, export.args.mm_projector_type))
 
 
 def write_llava(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
-    """Write the folder, one tensor in memory at a time, and return checksums of their bits.
+    """Write the folder with one tensor in memory at a time, and return checksums of the tensors' bits.
 
-    holes: write weight files without weights.
+    holes: True to write weight files with holes instead of weights.
     """
     written = write_shards(
         llava_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes
@@ -88,7 +88,7 @@ def write_llava(export: ExportPlan, entries: list[Entry], output_dir: Path, *, h
         config["vocab_size"] = export.rows
     if export.tower_name is not None:
         config["mm_vision_tower"] = export.tower_name
-    if export.template is not None:  # another project's processor, for converting back
+    if export.template is not None:  # the template of another project's processor, for converting back
         config["llava_ds_chat_template"] = export.template
         del config["llava_ds_version"]
     pad_token_id = None if pad is None else tokenizer.convert_tokens_to_ids(pad)
@@ -100,8 +100,8 @@ def write_llava(export: ExportPlan, entries: list[Entry], output_dir: Path, *, h
 def write_projector(export: ExportPlan, entries: list[Entry], output_dir: Path) -> Written:
     """Write names.PROJECTOR_FILES, and return checksums of the tensors' bits.
 
-    These are the projector twice, with LLaVA's keys, and config.json with LLaVA's fields. entries: of the model; the
-    newline becomes model.image_newline.
+    The files are the projector under LLaVA's keys, as torch and as safetensors file, and config.json with LLaVA's
+    fields. entries: the model's tensors. The newline is stored as model.image_newline.
     """
     kind = export.args.mm_projector_type
     written = projector_entries(export, entries)
@@ -116,6 +116,6 @@ def write_projector(export: ExportPlan, entries: list[Entry], output_dir: Path) 
 
 
 def projector_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """Select projector and newline; and the input embeddings, if the tokens around images were trained."""
+    """Select the projector, the newline, and the input embeddings if rows of new image tokens were trained."""
     rows = export.names.embedding if trains_new_rows(export.args) else None
     return [e for e in entries if e.name.startswith((formats.PROJECTOR, formats.NEWLINE)) or e.name == rows]

@@ -1,4 +1,4 @@
-"""Model folders of any format, from entries or from a model in training, written completely or not at all."""
+"""Write model folders of any format, from entries or from a model in training, completely or not at all."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ from llava_ds.model.open.names import OWN, PROJECTOR_FILES, VALUE_HEAD_FILE
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.scratch import scratch_folder
 
-# Files that are read as parts of a folder's model; those of two models would be mixed up.
+# Files of a model in its folder. They are removed before another model is written there, or the two would be mixed.
 MODEL_FILES = (
     "model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
     *(name for each in EXTENSIONS.values() for name in each.model_files.split()),
@@ -36,7 +36,7 @@ MODEL_FILES = (
 
 
 def _functions(form: str) -> tuple[Callable[..., list[Entry]], Callable[..., Written]] | None:
-    """Return the functions that list and write the entries of a form; None for a form of an extension."""
+    """Return the two functions that list and write the entries in a form; None for an extension's form."""
     if form == "hf":
         return hf_entries, write_hf
     if form not in ("llava", "projector"):
@@ -49,9 +49,9 @@ def _functions(form: str) -> tuple[Callable[..., list[Entry]], Callable[..., Wri
 
 
 def folder_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """List the tensors of a folder by their names there: first the model's, then those in other files.
+    """List a folder's tensors under their names on disk: first the model's weights, then tensors in separate files.
 
-    entries: of the model; the plan's form is "hf", "llava" or "projector".
+    entries: the model's tensors. The plan's form has to be "hf", "llava" or "projector".
     """
     rest, beside = without_own_files(entries)
     list_entries, _ = _functions(export.form)
@@ -59,9 +59,9 @@ def folder_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
 
 
 def write_folder(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
-    """Write a model's entries as a folder of any form. Returns checksums of the tensors' bits (extensions: {}).
+    """Write a model's entries as a folder of any form. Returns checksums of the tensors' bits ({} for extensions).
 
-    holes: weight files of the right size have holes, except a projector's and those of write_own_files.
+    holes: True to write weight files with holes instead of weights. The files of write_own_files are then left out.
     """
     rest, beside = without_own_files(entries)
     if (functions := _functions(export.form)) is not None:
@@ -80,8 +80,8 @@ def write_folder(export: ExportPlan, entries: list[Entry], output_dir: Path, *, 
 def write_live_folder(export: ExportPlan, model: LlavaModel, output_dir: Path, ranks: Ranks) -> Written:
     """Write a model in training as "hf", "llava" or "projector". Collective.
 
-    Only rank 0 writes, and returns checksums of the tensors' bits. If the disk refuses a file, rank 0 raises after
-    all of the model is gathered, so that no rank waits for it.
+    Only rank 0 writes and returns checksums of the tensors' bits. If a file can't be written, rank 0 still takes part
+    in gathering the rest of the model before it raises, so that no other rank waits forever.
     """
     entries = live_entries(model, ranks)
     with return_freed_memory():
@@ -97,7 +97,7 @@ def write_live_folder(export: ExportPlan, model: LlavaModel, output_dir: Path, r
 
 
 def reads_of(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """Return a model's entries in the order in which its folder reads them: twice if it stores them twice."""
+    """Return a model's entries in the order in which write_folder reads them; an entry stored twice appears twice."""
     found: list[Entry] = []
     noted = [dataclasses.replace(entry, read=partial(found.append, entry)) for entry in entries]
     take_part(folder_entries(export, noted))
@@ -105,7 +105,7 @@ def reads_of(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
 
 
 def planned_entries(export: ExportPlan) -> list[Entry]:
-    """Return names and shapes of the model to be trained, before it is built. The entries can't be read."""
+    """Return entries with the names and shapes of the model to train, before it is built. They can't be read."""
     plan = export.model
     with torch.device("meta"), no_init_weights():
         mean, std = torch.empty(3), torch.empty(3)
@@ -115,16 +115,16 @@ def planned_entries(export: ExportPlan) -> list[Entry]:
 
 @contextlib.contextmanager
 def staged(output_dir: Path) -> Iterator[Path]:
-    """Yield a temporary folder with output_dir's name; its model replaces output_dir's unless the block raises.
+    """Yield a temporary folder of the same name; at the end of the block, the model in it replaces output_dir's model.
 
-    Any exception, including Ctrl-C, leaves output_dir unchanged. Otherwise all files of the old model are removed, and
-    other files are kept. No reader sees files of both models: config.json is removed first and written last. Raises
-    ConfigError if the folder can't be written to.
+    If the block raises, even for Ctrl-C, output_dir is unchanged. Files that don't belong to the old model are kept. No
+    reader can mix both models, because config.json is removed first and written last. Raises ConfigError if output_dir
+    can't be created.
     """
     was_there = output_dir.is_dir()
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        # Inside output_dir, so that it is on the same disk.
+        # The temporary folder is inside output_dir, to be on the same disk.
         scratch = contextlib.ExitStack()
         stage = scratch.enter_context(scratch_folder(".export-", output_dir)) / output_dir.resolve().name
     except OSError as error:
@@ -151,14 +151,14 @@ def _replace(output_dir: Path, stage: Path) -> None:
     )
     targets = [output_dir / name for name in new]
     inner = [output_dir / name for name in (ORIGINAL_FILES, TEMPLATES_FOLDER)]
-    links = {folder for folder in inner if folder.is_symlink()}  # their targets don't belong to this folder
+    links = {folder for folder in inner if folder.is_symlink()}  # remove only links, not their targets
     old = links | {file for pattern in MODEL_FILES for file in output_dir.glob(pattern) if file.parent not in links}
     if folders := sorted(file for file in old.union(targets) if file.is_dir() and not file.is_symlink()):
         raise ConfigError(f"{folders[0]} is a folder, expected a file: remove it, or name another --output_dir")
     for file in sorted(old, key=lambda file: (file.name != "config.json", file)):
         file.unlink()
     for folder in inner:
-        if folder.is_dir():  # empty ones would be read as well
+        if folder.is_dir():  # an empty folder would be read as part of the model
             folder.rmdir()
     for name, target in zip(new, targets):
         target.parent.mkdir(parents=True, exist_ok=True)

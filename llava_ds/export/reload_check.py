@@ -17,25 +17,25 @@ from llava_ds.layouts import MediaLayout
 from llava_ds.model.families.language import final_logits
 from llava_ds.model.open.hf import TOLERANCE, HFModel, attention_options, embed_batch, hf_class
 
-# Fraction of the host's free memory for a second copy of the weights during a run.
+# Maximum fraction of the host's free memory that a second copy of the weights may use during a run.
 MEMORY_PART = 0.8
 SAMPLE_POSITIONS = 64  # number of positions for --check_export sample
 
 
 def check_room(num_bytes: int) -> None:
-    """Raise NotCompared if this number of bytes of weights doesn't fit into the host's memory during a run."""
+    """Raise NotCompared if num_bytes of weights don't fit into the host's free memory."""
     free = psutil.virtual_memory().available
     if num_bytes > MEMORY_PART * free:
         raise NotCompared(f"{num_bytes / 1e9:.1f} GB don't fit into the {free / 1e9:.1f} GB of free memory")
 
 
 def compared_positions(check: str, length: int, device: torch.device) -> torch.Tensor:
-    """Return the positions whose logits --check_export compares: all (full), or the first ones (sample)."""
+    """Return the positions whose logits are compared: all for --check_export full, the first ones for sample."""
     return torch.arange(length if check == "full" else min(length, SAMPLE_POSITIONS), device=device)
 
 
 def describe_comparison(check: str, length: int, library: str, compare: Callable[[], float]) -> str:
-    """Compare, and describe the comparison. length: of the sample, in positions."""
+    """Call `compare`, and describe its result. check: --check_export; length: positions of the sample."""
     if check == "off":
         return "not reloaded: --check_export off"
     num_positions = len(compared_positions(check, length, torch.device("cpu")))
@@ -49,7 +49,7 @@ def describe_comparison(check: str, length: int, library: str, compare: Callable
 
 
 def describe_bits(check: str, compare: Callable[[], None]) -> str:
-    """Compare files without a forward, and describe the comparison."""
+    """Check files with `compare`, without a forward, and describe its result. check: --check_export."""
     if check == "off":
         return "not read again: --check_export off"
     try:
@@ -60,7 +60,7 @@ def describe_bits(check: str, compare: Callable[[], None]) -> str:
 
 
 class Base(NamedTuple):
-    """The model under an adapter. hold: sets its weights to the ones that the adapter was trained over."""
+    """The base model of an adapter. hold: function that sets its weights to those that the adapter was trained on."""
 
     folder: Path
     hold: Callable[[torch.nn.Module, Deadline], None]
@@ -78,15 +78,15 @@ def compare_reloaded(
 ) -> float:
     """Open the exported folder with transformers and compare its logits with the trained model's.
 
-    base: the model under an exported adapter (peft merges it); batch: a single sample;
-    layouts: of its images; mean, std (1, 3, 1, 1): the tower's scaling of pixels; logits (T, V): the trained model's,
-    at every position or at the first ones. Their device is used if it has room. Returns and raises like compare_logits.
-    Raises NotCompared if time or memory run out.
+    batch: a single sample. layouts: layouts of its images. mean, std (1, 3, 1, 1): the tower's pixel normalization.
+    logits (T, V): the trained model's logits at all or the first positions; their device is used if it has memory.
+    base: the base model of an exported adapter that peft merges. Returns and raises like compare_logits. Raises
+    NotCompared if time or memory run out.
     """
     deadline = Deadline()
     folder = output_dir if base is None else base.folder
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    # In the files' own precision, transformers memory-maps them, so that memory holds only one copy of the weights.
+    # transformers memory-maps files that are read in their own dtype, so memory holds only one copy of the weights.
     reloaded = hf_class(config).from_pretrained(
         folder, dtype=logits.dtype, local_files_only=True, **attention_options(config)
     )
@@ -104,9 +104,9 @@ def compare_reloaded(
         if architecture is None or architecture.casts_pixels:
             pixels = pixels.to(logits.dtype)
         inputs = (architecture.first_inputs if architecture else _inputs)(reloaded, batch, layouts, pixels, len(logits))
-        # The export added the rows of <image> and <video>.
+        # Drop the logits of <image> and <video>, whose rows the export added.
         again = reloaded(**inputs).logits[0, : len(logits), : logits.shape[1]]
-    if architecture is None:  # other classes include everything after the output layer
+    if architecture is None:  # LLaVA classes omit steps after the output layer
         again = final_logits(again, reloaded.config.text_config)  # (T, V)
     return compare_logits(output_dir, "transformers", again, logits)
 
@@ -114,7 +114,7 @@ def compare_reloaded(
 def _inputs(
     reloaded: HFModel, batch: Batch, layouts: list[MediaLayout], pixels: torch.Tensor, num_positions: int
 ) -> dict[str, torch.Tensor]:
-    """Return arguments of transformers' class for a sample's first positions; it merges the images itself if it can."""
+    """Return arguments for transformers' class, for a sample's first positions. The class merges images if it can."""
     model_type = reloaded.config.model_type
     ids = batch.input_ids.clone()
     ids[0, batch.placing.positions] = reloaded.config.image_token_id
@@ -131,9 +131,9 @@ def _inputs(
 
 
 def compare_logits(output_dir: Path, library: str, again: torch.Tensor, logits: torch.Tensor) -> float:
-    """Return the largest difference of a library's logits (T, V), relative to the largest magnitude of the model's.
+    """Return the largest difference between two models' logits (T, V), relative to the largest magnitude in `logits`.
 
-    Raises RuntimeError if it is above TOLERANCE.
+    again: logits that the library computed from the export. Raises RuntimeError if it is above TOLERANCE.
     """
     again, logits = again.cpu(), logits.cpu().float()
     difference = ((again.float() - logits).abs().max() / logits.abs().max()).item()
@@ -149,10 +149,10 @@ def compare_logits(output_dir: Path, library: str, again: torch.Tensor, logits: 
 def _tiled_images(
     reloaded: HFModel, pixels: torch.Tensor, layouts: list[MediaLayout]
 ) -> dict[str, torch.Tensor] | None:
-    """Return pixel_values (images, tiles, 3, S, S) and image_sizes; None if transformers encodes them differently.
+    """Return pixel_values (images, tiles, 3, S, S) and image_sizes; None if transformers encodes images differently.
 
-    LlavaNext cuts every image into tiles; LLaVA and LlavaOnevision leave images whole if a sample has several. They
-    don't support pooled frames, and round the padding differently for a few sizes.
+    LlavaNext cuts every image into tiles; LLaVA and LlavaOnevision leave images whole if a sample has several.
+    transformers' classes don't support pooled frames, and round the padding differently for a few sizes.
     """
     several = reloaded.config.model_type == "llava_onevision" and len(layouts) > 1
     if any((layout.grid is None) != several or (layout.num_tiles != 1 and several) for layout in layouts):

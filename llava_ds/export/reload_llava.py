@@ -1,5 +1,5 @@
 # T tokens, V vocabulary
-"""Exports in LLaVA's own format, reopened by this package's readers: a complete model, or only the projector."""
+"""Check exports in LLaVA's own format by reopening them with this package: complete models, or only the projector."""
 
 from pathlib import Path
 
@@ -28,9 +28,9 @@ from llava_ds.second_models.frozen import plan_alone
 def compare_reloaded_llava(output_dir: Path, export: ExportPlan, batch: Batch, logits: torch.Tensor) -> float:
     """Open a folder in LLaVA's format as an initial model, and compare its logits with the trained model's.
 
-    Supports projectors of any kind, and towers that no class of transformers' contains. batch: a single sample; logits
-    (T, V) of the trained model, as in compare_reloaded. Returns and raises like compare_logits. Raises NotCompared if
-    time or memory run out.
+    Also supports projectors and towers that no class in transformers has. batch: a single sample; logits (T, V): of the
+    trained model, as in compare_reloaded. Returns and raises like compare_logits. Raises NotCompared if time or memory
+    run out.
     """
     deadline = Deadline()
     check_room(num_bytes(planned_entries(export), logits.dtype))
@@ -41,7 +41,7 @@ def compare_reloaded_llava(output_dir: Path, export: ExportPlan, batch: Batch, l
     with construction({}, logits.dtype, alone.device, zero3=False):
         reloaded = assemble(plan.model.text_config, plan.model.tower, plan.args, mean, std, plan.model.has_value_head)
     for name, part in reloaded.named_children():
-        # Weights in the files' precision are memory-mapped, so there is only one copy.
+        # Weights in the files' own dtype are memory-mapped, so memory holds only one copy.
         load_weights(part, part_weights(name, plan.model, plan.args, 0), alone, "--output_dir", copies=False)
     with layer_by_layer(reloaded.eval(), logits, deadline) as device:
         again = reloaded(batch.to(device), Logits(torch.arange(len(logits), device=device)))
@@ -49,7 +49,7 @@ def compare_reloaded_llava(output_dir: Path, export: ExportPlan, batch: Batch, l
 
 
 def check_projector(export: ExportPlan, written: Written) -> None:
-    """Read both files of a projector back, like stage 2.
+    """Read both files of an exported projector back, as stage 2 does, and check names, shapes and bits.
 
     Raises DataError if names or shapes don't match the projector, RuntimeError if a bit differs.
     """

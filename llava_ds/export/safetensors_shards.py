@@ -1,4 +1,4 @@
-"""Safetensors files written tensor by tensor: no shard is ever in memory, and complete files replace older ones."""
+"""Write safetensors files tensor by tensor, so that no shard is in memory. Only complete files replace older ones."""
 
 import json
 import os
@@ -10,12 +10,12 @@ import torch
 from llava_ds.export.bit_check import Written, sums_of
 from llava_ds.export.tensors import Entry
 
-# safetensors' names
+# Names of dtypes in safetensors files.
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def num_bytes(entries: list[Entry], dtype: torch.dtype) -> int:
-    """Return the size of all entries in a precision."""
+    """Return the size of all entries in a dtype, in bytes."""
     return sum(entry.numel for entry in entries) * dtype.itemsize
 
 
@@ -24,8 +24,8 @@ def write_shards(
 ) -> Written:
     """Write model.safetensors, or its shards with an index, and return checksums of the tensors' bits.
 
-    Only one tensor is in memory at a time. holes: write names and shapes, with a hole in the file (taking no space)
-    instead of the values.
+    Only one tensor is in memory at a time. max_bytes: maximum size of a shard. holes: True to write names and shapes
+    only, with a hole in the file (it takes no disk space) instead of the values.
     """
     shards = _split(entries, dtype, max_bytes)
     names = [
@@ -48,7 +48,7 @@ def write_shards(
 
 
 def _split(entries: list[Entry], dtype: torch.dtype, max_bytes: int) -> list[list[Entry]]:
-    """Split into shards of consecutive entries with at most max_bytes; a larger entry has its own shard."""
+    """Split entries into shards of consecutive entries of at most max_bytes. A larger entry gets its own shard."""
     shards: list[list[Entry]] = [[]]
     room = max_bytes
     for entry in entries:
@@ -64,7 +64,7 @@ def _split(entries: list[Entry], dtype: torch.dtype, max_bytes: int) -> list[lis
 def _write(entries: list[Entry], path: Path, dtype: torch.dtype, holes: bool) -> dict[str, int]:
     """Write one file, and return checksums of its tensors' bits.
 
-    Source: the format's description (a length, a JSON header, the tensors' bytes one after the other).
+    Source: the format's description (length of the header, JSON header, bytes of the tensors).
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0

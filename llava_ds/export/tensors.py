@@ -1,5 +1,5 @@
 # V rows of an embedding, D language-model width
-"""A model's tensors one after the other: names and shapes are known before any of them is read."""
+"""A model's tensors as entries: they have a name and a shape and are read one at a time."""
 
 import dataclasses
 import math
@@ -38,10 +38,10 @@ class Entry:
 
 
 def live_entries(model: LlavaModel, ranks: Ranks) -> list[Entry]:
-    """List the parameters of the complete model, from all ranks, without those of a child model; tied ones once.
+    """List the parameters of a model that is sharded over ranks, tied ones once, without those of child models.
 
-    Reading is collective, in the same order on all ranks, and returns the tensor on rank 0 only. One parameter is
-    gathered at a time.
+    Reading an entry is collective: all ranks read the same entries in the same order, and only rank 0 gets the tensor.
+    One parameter is gathered at a time.
     """
     placement = placement_of(model)
     return [
@@ -58,7 +58,7 @@ class Counted:
         self.num_read = 0
 
     def entries(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Return the same entries, with counted reads."""
+        """Return copies of the entries whose reads are counted."""
         return [dataclasses.replace(entry, read=partial(self._read, entry)) for entry in entries]
 
     def _read(self, entry: Entry) -> torch.Tensor | None:
@@ -67,15 +67,15 @@ class Counted:
 
 
 def take_part(entries: Iterable[Entry]) -> None:
-    """Take part in the collective reads while rank 0 reads the live entries."""
+    """Read all entries and drop the results, to take part in collective reads."""
     for entry in entries:
         entry.read()
 
 
 def read_entries(part: str, weights: Weights, dtype: torch.dtype | None = None) -> list[Entry]:
-    """Return the tensors of a part, by their names in the complete model; dtype: round to this precision first.
+    """Return the tensors of a model part, under their names in the complete model.
 
-    Reading them in this order opens one file at a time.
+    dtype: dtype to which they are rounded, None to keep theirs. Reading them in order opens one file at a time.
     """
     cursor = _Cursor(weights)
 
@@ -87,7 +87,7 @@ def read_entries(part: str, weights: Weights, dtype: torch.dtype | None = None) 
 
 
 class _Cursor:
-    """Weights read by name, from an iterator whose read functions are valid only until the next step."""
+    """Reads weights by name from the iterator Weights.tensors() that allows reading only its current tensor."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -95,7 +95,7 @@ class _Cursor:
         self._here: str | None = None
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the tensor; a name after the last one read does not restart the iterator."""
+        """Return a tensor by name. The iterator is restarted only if it has passed the name already."""
         if self._here != name and not self._advance(name):
             self._rest = self._weights.tensors()
             assert self._advance(name), f"{self._weights.path} has no {name}"
@@ -110,7 +110,7 @@ class _Cursor:
 
 
 def completed(entries: Iterable[Entry], others: Iterable[Entry]) -> list[Entry]:
-    """Add to `entries` the missing ones from `others`: tower layers that training never built."""
+    """Add the entries of `others` whose names `entries` lacks, like tower layers that training did not build."""
     entries = list(entries)
     seen = {entry.name for entry in entries}
     return entries + [entry for entry in others if entry.name not in seen]
@@ -120,9 +120,9 @@ def completed(entries: Iterable[Entry], others: Iterable[Entry]) -> list[Entry]:
 class Names:
     """Names and ties of a family's language-model parameters.
 
-    embedding: name of the input embeddings; by_token: parameters with a row per token; aliases: second names of tied
-    parameters; in_hf: names in a llava-hf folder; tied_in_hf: True if embedding and output layer are tied there as
-    well; config: the language model's configuration.
+    embedding: name of the input embeddings. by_token: names of parameters with a row per token. aliases: second names
+    of tied parameters. in_hf: names in a llava-hf folder, by parameter. tied_in_hf: True if embedding and output layer
+    are tied in a llava-hf folder. config: the language model's configuration.
     """
 
     embedding: str
@@ -134,7 +134,7 @@ class Names:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "Names":
-        """Read the names from the model, built without memory."""
+        """Read the names from a model built on the meta device."""
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()
@@ -153,9 +153,9 @@ class Names:
         )
 
     def resized(self, entries: Iterable[Entry], rows: int) -> list[Entry]:
-        """Return the entries with `rows` rows per token, and without aliases.
+        """Return the entries without aliases, and with `rows` rows in embeddings and output layer.
 
-        New rows are the mean row; extra rows are dropped.
+        Added rows are the mean of the existing rows; surplus rows are dropped.
         """
         return [
             _with_rows(entry, rows) if entry.name in self.by_token and entry.shape[0] != rows else entry
@@ -164,13 +164,13 @@ class Names:
         ]
 
     def divided(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Return the entries as stored on disk, where the language model's tensors may be divided differently."""
+        """Return the entries as stored on disk: some families divide the language model's tensors differently there."""
         return text_part(self.config).on_disk(list(entries), self.config)
 
     def to_hf(self, entries: Iterable[Entry], to_hf: Callable[[str], str] = formats.to_hf) -> list[Entry]:
-        """Map the entries to their names in a llava-hf folder; one that is stored in two places appears twice.
+        """Rename the entries as in a llava-hf folder. An entry that is stored in two places appears twice.
 
-        to_hf: renames tensors outside of the language model.
+        to_hf: function that renames tensors outside the language model.
         """
         return [
             dataclasses.replace(entry, name=place)
@@ -191,7 +191,7 @@ def _with_rows(entry: Entry, rows: int) -> Entry:
 
 
 def without_own_files(entries: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """Return the entries without tensors that have their own files: a value head's and extensions' modules'."""
+    """Split the entries into the model's, and those in separate files (value head, modules of extensions)."""
     rest, beside = [], []
     for entry in entries:
         (beside if entry.name.startswith((formats.VALUE_HEAD, formats.OWN)) else rest).append(entry)
@@ -199,9 +199,9 @@ def without_own_files(entries: Iterable[Entry]) -> tuple[list[Entry], list[Entry
 
 
 def write_own_files(beside: dict[str, torch.Tensor], output_dir: Path) -> Written:
-    """Write the files of a value head and of extensions' modules, if there are any: other programs ignore them.
+    """Write the tensors of a value head and of extensions' modules to separate files that other programs ignore.
 
-    beside: tensors by their names in the model. Returns checksums of their bits.
+    beside: these tensors, by their names in the model. Returns checksums of their bits.
     """
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in beside.items():
@@ -218,7 +218,7 @@ def renamed(entries: Iterable[Entry], rename: Callable[[str], str]) -> list[Entr
 
 
 def turned(entry: Entry) -> Entry:
-    """Transpose a stack of matrices (E, O, I) to (E, I, O)."""
+    """Return an entry that transposes a stack of matrices (E, O, I) to (E, I, O) when read."""
 
     def read() -> torch.Tensor | None:
         tensor = entry.read()

@@ -1,4 +1,4 @@
-"""The tokenizer's files in the form that transformers 5, transformers 4 and LLaVA's own code read."""
+"""Write a tokenizer's files so that transformers 5, transformers 4 and LLaVA's own code can read them."""
 
 import copy
 import json
@@ -20,21 +20,21 @@ FILES = (
     "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "additional_special_tokens")
-# Tokens that an export or LLaVA's own code adds.
+# Tokens that an export adds, or that LLaVA's own code adds.
 TOKENS_OF_IMAGES = (IMAGE_TOKEN, VIDEO_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, IM_END_TOKEN)
-ORIGINAL_FILES = "llava_tokenizer"  # folder for the original files, before tokens for images were added
+ORIGINAL_FILES = "llava_tokenizer"  # folder for the original files, without the tokens that an export adds
 
-# transformers 5's class name for a tokenizer in tokenizer.json, and version 4's name
+# Name in transformers 5 of the class for any tokenizer.json, and its name in version 4.
 CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 
 
 def hf_tokenizer(
     tokenizer: PreTrainedTokenizerBase, tokens: tuple[str, ...], template_is_ours: bool = True
 ) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """Return a copy for transformers' processors, and the tokens that were added to it.
+    """Return a copy of a tokenizer for transformers' processors, and the tokens that were added to it.
 
-    It pads on the left, with LLaVA's choice of token if it has none. template_is_ours: the chat template writes bos, so
-    the tokenizer does not: there is one bos whether or not a program lets tokenizers add tokens.
+    The copy pads on the left, with LLaVA's padding token if it has none. template_is_ours: True if this project's chat
+    template writes bos. The copy then adds none, so a text has one bos even if a program adds special tokens.
     """
     tokenizer = copy.deepcopy(tokenizer)
     new = [token for token in tokens if token not in tokenizer.get_vocab()]
@@ -50,9 +50,9 @@ def hf_tokenizer(
 
 
 def _keep_space_after_image(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the line break after <image> the dummy space it had in training, where pieces were tokenized separately.
+    """Make the tokenizer add a dummy space before a line break that follows <image>, as in training.
 
-    transformers 5's Llama tokenizer adds it only before a text's first piece.
+    transformers 5's Llama tokenizer adds it only before the first piece of a text; training tokenizes each piece alone.
     """
     backend = tokenizer.backend_tokenizer
     if getattr(backend.pre_tokenizer, "prepend_scheme", None) == "first":
@@ -61,7 +61,7 @@ def _keep_space_after_image(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def write_hf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path, output_dir: Path) -> None:
-    """Write the tokenizer, readable by transformers 4 as well, and copy the source's original files."""
+    """Write a tokenizer for transformers 5 and 4, and copy the original files of the source folder."""
     with library_errors(str(source), "the tokenizer can't be written for transformers"):
         tokenizer.save_pretrained(output_dir)
         _readable_by_4(output_dir)
@@ -76,9 +76,9 @@ def write_hf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path, output_
 
 
 def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> str | None:
-    """Write a folder's tokenizer like LLaVA's scripts, without tokens added by an export.
+    """Write a folder's tokenizer as LLaVA's scripts do, without the tokens that an export added.
 
-    Returns the padding token, None if it has none.
+    Returns the padding token, or None.
     """
     origin = _original_folder(source)
     check_folder(origin, str(origin))
@@ -97,9 +97,9 @@ def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> st
 
 
 def write_variables(tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> None:
-    """Write a tokenizer's chat template if it begins with values of its variables.
+    """Write a tokenizer's chat template if it begins with default values of its variables.
 
-    It replaces the template in the folder's other files.
+    The template is removed from the folder's other files.
     """
     from llava_ds.template_variables import split_defaults
 
@@ -115,9 +115,9 @@ def write_variables(tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> Non
 
 
 def refuse_lost_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if LLaVA's format would lose tokens.
+    """Raise ConfigError if an export in LLaVA's format would lose tokens.
 
-    That format uses the tokenizer from before an export, without tokens added to the exported folder later.
+    LLaVA's format uses the original tokenizer from before an export, so tokens added to the export later are missing.
     """
     source = Path(tokenizer.name_or_path)
     origin = _original_folder(source)
@@ -136,7 +136,7 @@ def refuse_lost_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
 def write_generation_config(
     version: str, tokenizer: PreTrainedTokenizerBase, output_dir: Path, pad_token_id: int | None
 ) -> None:
-    """Write generation_config.json: an answer ends with the template's end markers, or the tokenizer's."""
+    """Write generation_config.json, in which the end markers of the template (or tokenizer) end an answer."""
     ends = end_markers(resolve_template(version), tokenizer)
     GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
@@ -160,21 +160,21 @@ def _copy_files(source: Path, target: Path) -> None:
 
 
 def _readable_by_4(folder: Path) -> None:
-    """Make transformers 5's tokenizer_config.json readable by version 4."""
+    """Change a tokenizer_config.json written by transformers 5, so that version 4 can read it."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return
     config = json.loads(path.read_text(encoding="utf-8"))
     if config.get("tokenizer_class") in CLASSES:
         config["tokenizer_class"] = CLASSES[config["tokenizer_class"]]
-    if isinstance(config.get("extra_special_tokens"), list):  # a mapping in transformers 4
+    if isinstance(config.get("extra_special_tokens"), list):  # transformers 4 expects a mapping
         extra = config.pop("extra_special_tokens")
         config["additional_special_tokens"] = [*config.get("additional_special_tokens", []), *extra]
     write_json(path, config)
 
 
 def _merges_as_texts(path: Path) -> None:
-    """Make the merges readable by transformers 4.37's tokenizers library, unless a token contains a space."""
+    """Write merges as text, for the tokenizers library of transformers 4.37, unless a token contains a space."""
     if not path.is_file():
         return
     content = json.loads(path.read_text(encoding="utf-8"))

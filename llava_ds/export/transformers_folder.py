@@ -1,4 +1,4 @@
-"""The folder for transformers' Llava, LlavaNext or LlavaOnevision, with llava-hf's names, and its processor."""
+"""Write a folder for transformers' Llava, LlavaNext or LlavaOnevision: weights, configuration and processor."""
 
 import dataclasses
 import json
@@ -39,15 +39,15 @@ CONFIGS = {"llava": LlavaConfig, "llava_next": LlavaNextConfig, "llava_onevision
 
 
 def plain_config(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> dict[str, object]:
-    """Return a part's configuration without its local path."""
+    """Return a model part's configuration as a dict, without its local path."""
     plain = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
     return plain if dtype is None else {**plain, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def with_old_names(config: dict[str, object]) -> dict[str, object]:
-    """Add transformers 4's names to a language model's configuration: it does not read rope_parameters.
+    """Add transformers 4's names to a language model's configuration.
 
-    It would use the default angle instead.
+    transformers 4 does not read rope_parameters, and would use the default rope_theta.
     """
     config = dict(config)
     if config.get("dtype") is not None:
@@ -62,10 +62,10 @@ def with_old_names(config: dict[str, object]) -> dict[str, object]:
 
 
 def hf_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """Return the entries to write: llava-hf's names, rows for new tokens, and the tower's unused layers.
+    """Return the entries to write: under llava-hf's names, with rows for new tokens and the tower's unused layers.
 
-    A tokenizer without <image> gets it as a new last token; its rows are the mean of the others. An extension's
-    architecture writes its own.
+    If the tokenizer lacks <image>, its rows are added as the mean of the other rows. The architecture of an extension
+    lists its own entries.
     """
     if export.model.architecture is not None:
         return export.model.architecture.entries(export, entries)
@@ -81,17 +81,17 @@ def hf_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
 
 
 def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
-    """Write the folder, one tensor in memory at a time, and return checksums of their bits.
+    """Write the folder with one tensor in memory at a time, and return checksums of the tensors' bits.
 
-    entries: of the model, by their names in this project. holes: write weight files without weights. If own_vision
-    finds no class, the folder is only for inference in this process, with its own parts inserted into the class.
+    entries: the model's tensors under this project's names. holes: True to write weight files with holes. If own_vision
+    finds no class, only this process can open the folder, by inserting this project's modules into a class.
     """
     if export.model.architecture is not None:
         return export.model.architecture.write(export, entries, output_dir, holes)
     kind = hf_container(export.model, export.image_options)
     tokenizer, rows = tokenizer_and_rows(export)
     written = write_shards(hf_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes)
-    # The tokenizer's files come last, and would restore the language model's own template.
+    # Set the template here, because the tokenizer's files are written last and would overwrite it.
     tokenizer.chat_template = write_processor(export, kind, tokenizer, output_dir)
     write_hf_tokenizer(tokenizer, Path(export.model.tokenizer.name_or_path), output_dir)
     _write_config(export, kind, tokenizer, rows, output_dir)
@@ -100,7 +100,7 @@ def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, hole
 
 
 def tokenizer_and_rows(export: ExportPlan) -> tuple[PreTrainedTokenizerBase, int]:
-    """Return the tokenizer with the tokens that its processor needs, and the rows of the embeddings."""
+    """Return the tokenizer with the tokens that its processor needs, and the number of embedding rows."""
     kind = hf_container(export.model, export.image_options)
     tokens = (IMAGE_TOKEN, VIDEO_TOKEN) if kind == "llava_onevision" else (IMAGE_TOKEN,)
     tokenizer, _ = hf_tokenizer(export.model.tokenizer, tokens, export.template is None)
@@ -127,7 +127,7 @@ def _write_config(
         own["vision_aspect_ratio"] = image_options.aspect_ratio
         own["video_token_index"] = tokenizer.convert_tokens_to_ids(VIDEO_TOKEN)
     if rows != export.vocab_size:
-        own["llava_ds_vocab_size"] = export.vocab_size  # for converting back without the added rows
+        own["llava_ds_vocab_size"] = export.vocab_size  # lets a conversion back drop the added rows
     elif export.rows is not None:
         own["llava_ds_vocab_size"] = export.rows
     if export.tower_name is not None:
@@ -143,7 +143,7 @@ def _write_config(
         multimodal_projector_bias=True,
         tie_word_embeddings=text_config["tie_word_embeddings"],
         dtype=str(export.dtype).removeprefix("torch."),
-        # Read by infer/load.py only, not by transformers' classes: prompts and images as in training.
+        # Only infer/load.py reads the following keys, to prepare prompts and images as in training.
         **({} if export.template is not None else {"llava_ds_version": args.version}),
         mm_use_im_start_end=args.mm_use_im_start_end,
         split_special_tokens=args.split_special_tokens,
@@ -164,21 +164,21 @@ def select_strategy(export: ExportPlan) -> str:
 
 
 def hf_pinpoints(image_options: ImageOptions) -> list[list[int]]:
-    """Return the pinpoints in transformers' order, height first."""
+    """Return the pinpoints as transformers' [height, width]."""
     return [[height, width] for width, height in image_options.anyres_sizes]
 
 
 def write_processor(export: ExportPlan, kind: str, tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> str:
-    """Write processor_config.json, preprocessor_config.json and the chat template; returns the template.
+    """Write processor_config.json, preprocessor_config.json and the chat template. Returns the template.
 
-    kind: a model_type in transformers; tokenizer: of the exported model.
+    kind: model_type in transformers; tokenizer: the exported model's tokenizer.
     """
     plan, args = export.model, export.args
     template = export.template
     if template is None:
         template = chat_template(resolve_template(args.version), plan.tokenizer, args.mm_use_im_start_end)
     image_processor = _image_processor(export, kind)
-    # transformers 5 keeps everything in processor_config.json; earlier versions and other programs read
+    # transformers 5 writes everything to processor_config.json; earlier versions and other programs read
     # preprocessor_config.json.
     image_processor.save_pretrained(output_dir)
     if kind == "llava_onevision":
@@ -212,7 +212,7 @@ def _image_processor(export: ExportPlan, kind: str):
 
 
 def _write_onevision(export: ExportPlan, template: str, output_dir: Path) -> None:
-    """Write the files by hand: transformers' class needs a video processor, and so torchvision."""
+    """Write LlavaOnevision's files without transformers' class, whose video processor needs torchvision."""
     spec, image_options = export.model.images, export.image_options
     images = json.loads((output_dir / "preprocessor_config.json").read_text(encoding="utf-8"))
     square = {"height": spec.size, "width": spec.size}
@@ -235,7 +235,7 @@ def _write_onevision(export: ExportPlan, template: str, output_dir: Path) -> Non
         "video_processor": videos,
         "image_token": IMAGE_TOKEN,
         "video_token": VIDEO_TOKEN,
-        # Count the class token even if "default" drops it again.
+        # transformers counts the class token even if "default" drops it.
         "num_image_tokens": image_options.tokens_per_tile + (select_strategy(export) == "default"),
         "processor_class": "LlavaOnevisionProcessor",
         "vision_aspect_ratio": image_options.aspect_ratio,

@@ -1,4 +1,4 @@
-"""A trial export before training, so that a run does not find out in its last minute that nothing opens its model."""
+"""Try the export before training, to find out early if nothing could open the exported model."""
 
 import os
 import shutil
@@ -14,16 +14,16 @@ from llava_ds.model.open.hf import hf_class
 from llava_ds.runtime.scratch import scratch_folder
 from llava_ds.tokenizer import read_tokenizer
 
-TRIAL = "export-trial-"  # prefix of its folders
+TRIAL = "export-trial-"  # prefix of trial folders
 REMEDY = "or give --export_format llava, for LLaVA's own code"
 
 
 def try_export(export: ExportPlan, output_dir: Path, *, dry_run: bool = False) -> str:
-    """Write the model's folder with holes instead of weights, open it as its users will, and remove it again.
+    """Write the model's folder with holes instead of weights, open it like its users will, and remove it.
 
-    dry_run: don't create output_dir, use its nearest existing parent. Returns a line to print. Raises ConfigError for
-    tensors that would be missing, unknown or misshapen, and for a disk that can't be written to or lacks room for the
-    model.
+    dry_run: True to use the nearest existing parent of output_dir instead of creating it. Returns a line to print.
+    Raises ConfigError if tensors would be missing, unknown or misshapen, or if the disk can't be written to or lacks
+    space for the model.
     """
     entries = planned_entries(export)
     written = folder_entries(export, entries)
@@ -57,8 +57,8 @@ def _open_with_transformers(folder: Path) -> None:
     read_tokenizer(folder, where)
     cls = hf_class(read_any_config(folder, where))
     try:
-        # In their own precision, files are memory-mapped and holes are never read. The meta device would need
-        # accelerate.
+        # Files read in their own dtype are memory-mapped, so holes are never read. The meta device would need the
+        # package accelerate.
         _, report = cls.from_pretrained(
             folder,
             dtype="auto",

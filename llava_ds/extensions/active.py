@@ -1,4 +1,4 @@
-"""Load extensions: their flags if the command line gives one of them, their code if the run uses them."""
+"""Load an extension's flags if the command line gives any, and its code if the run uses the extension."""
 
 import dataclasses
 import functools
@@ -69,7 +69,7 @@ class Active:
 
     @property
     def open_data(self) -> Callable[..., "EncodedDataset"] | None:
-        """The function that opens the training data; None without an extension that does."""
+        """The extensions' function that opens the training data; None if no extension has one."""
         return next((each.open_data for each in self.extensions.values() if each.open_data is not None), None)
 
     @property
@@ -84,7 +84,7 @@ class Active:
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter to export instead of a complete model; None for a complete model."""
+        """The adapter to export; None to export a complete model."""
         return next((each.adapter for each in self.extensions.values() if each.adapter is not None), None)
 
     @property
@@ -141,12 +141,12 @@ def plugins() -> dict[str, str]:
     return {name: trigger.digest for name, trigger in EXTENSIONS.items() if trigger.digest}
 
 
-# Fields of the objective, by its name, set where data are opened; forked processes have them as well.
+# Record fields of the objective, by its name. Set when data are opened, so that forked loader processes inherit them.
 OF_OBJECTIVE: "dict[str, RecordFields]" = {}
 
 
 def plugin_entries(projector: str) -> dict[str, object]:
-    """Return config.json's entries on plugins: all, and those not needed to answer with this projector."""
+    """Return config.json's entries for all loaded plugins, and for those not needed to answer with this projector."""
     found, kind = plugins(), projector.partition(":")[0]
     free = [name for name in found if name != kind and not flags_class(name).differs]
     return {"llava_ds_plugin": found, "llava_ds_answers_without": free} if found else {}
@@ -159,24 +159,24 @@ def record_fields() -> "dict[str, RecordFields]":
 
 
 def no_fields() -> dict[str, None]:
-    """Return the keys of plugins' fields in Batch.extra, for a sample without them."""
+    """Return the plugins' keys in Batch.extra, each with None, for a sample that has no such fields."""
     return {f"{name}.{key}": None for name in plugins() for key in getattr(_extension(name).fields, "names", ())}
 
 
 def converters() -> "dict[str, RecordFields]":
-    """Return those of record_fields() that convert records."""
+    """Return the entries of record_fields() that convert records."""
     return {name: each for name, each in record_fields().items() if "convert" in vars(type(each))}
 
 
 def requested(given: Mapping[str, object]) -> list[str]:
-    """Return the extensions that these flag values request; for an extension's own flags only the names count."""
+    """Return the extensions that these flags request. Giving an extension's own flag is enough, whatever the value."""
     return [name for name, trigger in EXTENSIONS.items() if trigger.requested(given)]
 
 
 def flags_class(name: str) -> type[ExtensionFlags]:
     """Return the class of an extension's flags.
 
-    Raises ConfigError if it can't be loaded, or has an unknown attribute.
+    Raises ConfigError if the class can't be loaded, or has an unknown attribute.
     """
     if not (EXTENSIONS[name].flags or EXTENSIONS[name].digest):
         return ExtensionFlags
@@ -210,7 +210,7 @@ def report_parts(run: "RunFiles") -> list[ReportPart]:
 
 
 def active(names: Iterable[str], text: "PreTrainedConfig | None" = None) -> Active:
-    """Load the code of extensions, and of those that a language model has. text: its configuration.
+    """Load the code of the named extensions, and of those that a language model needs. text: its configuration.
 
     Raises ConfigError if one can't be loaded, or has an unknown attribute.
     """
@@ -231,7 +231,7 @@ def _of_text(config: "PreTrainedConfig") -> list[str]:
 
 
 def text_part(config: "PreTrainedConfig") -> TextPart:
-    """Load and return the text part of the extension that a language model has, or one that does nothing."""
+    """Load and return the text part of the extension that a language model needs, else a default that does nothing."""
     parts = (_extension(name).text for name in _of_text(config))
     return next((part for part in parts if part is not None), TextPart())
 
@@ -242,7 +242,7 @@ def values_of(flag: str) -> dict[str, str]:
 
 
 def folder_part(model_type: object) -> FolderPart | None:
-    """Load the part of an extension that reads folders of a model_type; None if no extension does."""
+    """Load and return the part of an extension that reads folders with this model_type; None if no extension does."""
     for name, trigger in EXTENSIONS.items():
         if model_type in trigger.model_types.split():
             return _extension(name).folder
@@ -258,19 +258,19 @@ def opener_of(file: str) -> Callable[[str, str | None], "ModelFolder"]:
 
 
 def architecture_of(config: "PreTrainedConfig") -> Architecture | None:
-    """Return the architecture of a model's configuration; None for the core's composition, or an unknown one."""
+    """Return the architecture of a model's configuration; None if the core composes the model or nothing reads it."""
     part = folder_part(config.model_type)
     return part.architecture(config) if part is not None and config.model_type in part.model_types else None
 
 
 def model_types() -> list[str]:
-    """Return the model_types of folders that extensions read. Loads the extensions."""
+    """Load the extensions that read model folders, and return the model_types that they support."""
     parts = [_extension(name).folder for name, trigger in EXTENSIONS.items() if trigger.model_types]
     return [kind for part in parts for kind in part.model_types]
 
 
 def choice(flag: str, value: object) -> Callable:
-    """Return an extension's function for a value of one of the core's flags. Raises ConfigError if none has it."""
+    """Return an extension's function for a value of a core flag. Raises ConfigError if no extension adds this value."""
     for name, trigger in EXTENSIONS.items():
         if value in trigger.values.get(flag, ()):
             return _extension(name).choices[flag]

@@ -1,4 +1,4 @@
-"""The interface of models that an extension reads and the core does not compose itself."""
+"""The interface of models that an extension reads, instead of the core composing them from parts."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -36,8 +36,8 @@ class TensorNames(Protocol):
 class Architecture(Protocol):
     """A model of one of transformers' classes, trained with its own tower, connector, template and processor.
 
-    kind: its description in messages; config: of the complete model; casts_pixels: False if its tower takes fp32 pixels
-    whatever the dtype of its weights.
+    kind: the model's description in messages; config: the complete model's configuration; casts_pixels: False if the
+    tower takes fp32 pixels even if its weights have another dtype.
     """
 
     kind: str
@@ -60,10 +60,11 @@ class Architecture(Protocol):
         """Return a line for every feature that puts experts into the model, by flags or by the DeepSpeed JSON."""
 
     def try_out(self, plan: "ModelPlan", images: "ImageOptions", cache_dir: str) -> str:
-        """Compare a small copy with transformers' class. Returns a line. Raises ConfigError if they differ."""
+        """Compare a small copy of the model with transformers' class. Returns a line to print. Raises ConfigError if
+        they differ."""
 
     def layer_notes(self, text_config: "PreTrainedConfig", device: "torch.device", dtype: "torch.dtype") -> list[str]:
-        """Return lines on how layers compute a pack on a device. Raises ConfigError where they mix samples."""
+        """Return lines on how layers compute a pack on a device. Raises ConfigError if they would mix samples."""
 
     def names(self, text_config: "PreTrainedConfig") -> TensorNames:
         """Return the mapping of its tensor names."""
@@ -96,18 +97,17 @@ class Architecture(Protocol):
     def prompt_inputs(
         self, model: "PreTrainedModel", samples: "list[LoadedSample]", batch: "Batch", pixels: "torch.Tensor"
     ) -> "dict[str, torch.Tensor]":
-        """Return arguments of generate() for prompts, (B, T), padded on the left. batch: all prompts."""
+        """Return arguments of generate() for prompts, (B, T), padded on the left. batch: the batch of all prompts."""
 
 
 class FolderPart(Protocol):
-    """The model folders that an extension reads. model_types: in their config.json."""
+    """Reads an extension's model folders. model_types: supported values of model_type in config.json."""
 
     model_types: Collection[str] = ()
 
     def read(self, path: str, config: dict, where: str) -> "ModelFolder":
         """Read a folder with one of Trigger.model_types. config: its config.json; where: beginning of messages.
-
-        Raises ConfigError, also for a model_type that is not in model_types, with the reason.
+        Raises ConfigError, with the reason if model_types lacks the folder's model_type.
         """
 
     def missing(self, config: dict) -> list[str]:
@@ -118,18 +118,18 @@ class FolderPart(Protocol):
 
 
 class TextPart:
-    """The part of an extension in language models of Trigger.text_types or text_fields. By default they have none.
+    """The changes that an extension makes to language models of Trigger.text_types or text_fields. Default: none.
 
-    config: the language model's.
+    config: the language model's configuration.
     """
 
     def breaks(self, config: "PreTrainedConfig") -> Collection[str]:
-        """Return keys of PROPERTIES that such a model takes away."""
+        """Return the keys of PROPERTIES that are false for such a model."""
         return ()
 
     def from_disk(self, name: str, config: "PreTrainedConfig", known: Collection[str] | None = None) -> str | None:
-        """Map a tensor's name in a folder to its name in memory, or to a name that `stacked` takes. None if it is
-        unknown (`known`: the names in memory)."""
+        """Map a tensor's name in a folder to its name in memory, or to an input name of stacked(). None if the name is
+        unknown. known: all names in memory."""
         return name if known is None or name in known else None
 
     def stacked(self, weights: "Weights", config: "PreTrainedConfig") -> "Weights":
@@ -144,15 +144,15 @@ class TextPart:
         """Change a model that transformers' class built, before it has weights."""
 
     def used_per_token(self, language_model: "nn.Module", config: "PreTrainedConfig", dense: int) -> float:
-        """Return the number of matrix weights used per token. dense: those in linear layers except the output layer."""
+        """Return the number of matrix weights used per token. dense: weights of all linear layers but the output."""
         return dense
 
     def in_transformers(self, config: "PreTrainedConfig") -> "tuple[PreTrainedConfig | None, str]":
-        """Return a configuration with which transformers' class computes the same, and ""; or None and the reason."""
+        """Return the configuration of an equivalent transformers model, and ""; if there is none, None and why."""
         return config, ""
 
     def name_in_transformers(self, name: str, config: "PreTrainedConfig") -> str:
-        """Map a language-model tensor's name to its name on disk in in_transformers' format."""
+        """Map a language-model tensor's name to its name on disk in the format of in_transformers()."""
         return name
 
     def differs(self, config: "PreTrainedConfig", dtype: "torch.dtype") -> str:

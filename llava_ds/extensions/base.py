@@ -1,7 +1,7 @@
-"""The interface of extensions: a class of flags, and a value with optional slots.
+"""The interface of extensions: the class of their flags, and an Extension object with optional slots.
 
-extensions/<name>/flags.py has the class Flags; it is imported to parse the command line, and imports nothing slow.
-extensions/<name>/extension.py has the value `extension`; it is loaded when a run has the extension.
+extensions/<name>/flags.py defines the class Flags. It is imported to parse the command line: import nothing slow there.
+extensions/<name>/extension.py defines the object `extension`. It is loaded only if a run uses the extension.
 """
 
 import time
@@ -71,12 +71,12 @@ PROPERTIES = {
 
 
 class Axis(NamedTuple):
-    """An axis of the device mesh besides the data axis.
+    """An axis of the device mesh other than the data axis.
 
-    name: in Mesh.places; flag: the flag of its size; order: above 0, the axis's ranks are adjacent, below 0 every
-    rank of the axis has a whole data axis; divides_model: True if its ranks hold different parameters, or shards of
-    them, for the same tokens; otherwise they share the tokens of every micro-batch; in_data: True for adjacent ranks of
-    the data axis that hold different parameters, each with samples of its own.
+    name: key in Mesh.places; flag: the flag that sets the size; order: above 0, the axis's ranks are adjacent; below 0,
+    every rank of the axis has a whole data axis; divides_model: True if the axis's ranks process the same tokens with
+    different parameters or shards; False if they share the tokens of every micro-batch; in_data: True if the axis
+    consists of adjacent ranks of the data axis that hold different parameters and process different samples.
     """
 
     name: str
@@ -88,14 +88,14 @@ class Axis(NamedTuple):
 
 
 class ObjectiveTraits(NamedTuple):
-    """Requirements of an objective on records and model. Defaults: supervised answers.
+    """Requirements of an objective on records and model. The defaults describe supervised training.
 
-    one_answer: trains only on the last answer of a record; pairs: records have two answers; labels: or a single answer
-    with a label, true for a good one; draws: the model generates answers, which are compared with the records';
-    other_columns: judges answers by the records' other columns; scores: the model has a value head and generates no
-    text; second_model: a model of the same size trains as the model's child; metrics: names of eval metrics in addition
-    to the loss; learning_rate: the usual rate, if the flag's default is too high; needs: keys of PROPERTIES, each with
-    the reason; fields: additional keys of records, in Batch.extra["<objective>.<key>"].
+    one_answer: trains only on the last answer of a record; pairs: records have two answers; labels: records may instead
+    have one answer and a label, true for a good answer; draws: the model generates answers, to compare with the
+    answers in the records; other_columns: judges answers by additional columns of the records; scores: the model has a
+    value head and generates no text; second_model: a second model of the same size trains as a child module; metrics:
+    names of eval metrics besides the loss; learning_rate: the objective's default, if the flag's is too high; needs:
+    required keys of PROPERTIES, each with the reason; fields: record keys to store as Batch.extra["<objective>.<key>"].
     """
 
     one_answer: bool = False
@@ -112,11 +112,11 @@ class ObjectiveTraits(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """Answers that each rank samples in a step before training: to `prompts` prompts, at_once of them together.
+    """The amount of sampling that each rank does in a step before it trains on the answers.
 
-    new_tokens: maximum per answer; max_length: maximum of prompt and answer together; shares: the training pass
-    computes a prompt once for its answers; frozen_models: number of other models, whole on every rank; updates:
-    training passes; by_server: another process samples.
+    prompts: number of prompts; at_once: prompts processed together; new_tokens: maximum per answer; max_length: maximum
+    tokens of prompt plus answer; shares: the training pass computes a prompt once for all its answers; frozen_models:
+    number of other models, each whole on every rank; updates: training passes; by_server: another process samples.
     """
 
     prompts: int
@@ -131,14 +131,14 @@ class Drawing(NamedTuple):
 
     @classmethod
     def of(cls, args: "Arguments", new_tokens: int, at_once: int, **more: object) -> "Drawing":
-        """Fill in values from the core's flags. more: the fields with defaults."""
+        """Create a Drawing from the core's flags. more: values of the fields that have defaults."""
         training = args.training
         prompts = training.per_device_train_batch_size * training.gradient_accumulation_steps
         return cls(prompts, args.data.model_max_length, new_tokens, min(prompts, at_once), **more)
 
 
 class Number(NamedTuple):
-    """A number in the log. title: of its chart in the report; bar: its text in the progress bar, "" for none."""
+    """A logged number. title: title of its chart in the report; bar: label in the progress bar, "" to leave it out."""
 
     title: str
     bar: str = ""
@@ -146,18 +146,18 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True)
 class ExtensionFlags:
-    """The base of an extension's flags: a frozen dataclass of fields declared by config/flags.py.
+    """The base class of an extension's flags: a frozen dataclass with fields declared by config/flags.py.
 
-    needs: keys of PROPERTIES, each with the reason; breaks: keys of PROPERTIES that it makes false (needs and breaks
-    are properties if flag values decide); moments: numbers per trained weight that the optimizer keeps in addition to
-    its own; zeros: the effect of a flag's 0, or the flag to use if 0 is not allowed; numbers: logged numbers with a
-    chart, by name; compiles: layers may be compiled; fuses: text of the flag that fuses layer kernels; needs_text:
-    useless for a model that generates no text; of_model: the flags define the model, and are also in
-    ModelArguments.own; differs: why the exported model gives other logits than training, "" if it gives the same;
-    data_path: the source of takes_samples; judges: rewards answers by the records' columns. keys: dotted keys of the
-    DeepSpeed JSON that set a flag; other_keys: other trainers' keys for it, in the form of UNSUPPORTED in
-    engine/ds_config/keys.py; other_names: other trainers' flag names, by flag; not_here: other trainers' flags without
-    a counterpart, by reason.
+    needs: required keys of PROPERTIES, each with the reason; breaks: keys of PROPERTIES that the extension makes false
+    (both are properties if they depend on flag values); moments: additional optimizer values per trained weight; zeros:
+    by flag, the effect of 0, or the flag to use if 0 is not allowed; numbers: logged numbers with a chart, by name;
+    compiles: True if layers may be compiled; fuses: the flag that fuses layer kernels, for messages; needs_text: True
+    if the model has to generate text; of_model: True if the flags define the model and are also stored in
+    ModelArguments.own; differs: why the exported model computes other logits than in training, "" if it computes the
+    same; data_path: path of the samples for takes_samples; judges: True if answers are rewarded by columns of records.
+    keys: flags, by the dotted key of the DeepSpeed JSON that sets them; other_keys: other trainers' JSON keys for these
+    settings, in the form of UNSUPPORTED in engine/ds_config/keys.py; other_names: other trainers' flag names, by flag;
+    not_here: other trainers' flags without a counterpart, by reason.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}
@@ -199,9 +199,9 @@ class ExtensionFlags:
 
     @classmethod
     def in_json(cls, raw: Mapping[str, object], problems: list[str]) -> dict[str, tuple[object, str]]:
-        """Return the flag values that a DeepSpeed JSON sets, each with its key. Adds lines to `problems`.
+        """Return the values of flags that a DeepSpeed JSON sets, by flag, each with its key. May append to `problems`.
 
-        Supports flags of sizes only: whole numbers from 1, or "auto".
+        Supports only flags for sizes: positive integers, or "auto".
         """
         return {flag: (raw[key], key) for key, flag in cls.keys.items() if raw.get(key) is not None}
 
@@ -217,7 +217,7 @@ class ExtensionFlags:
 
     @property
     def packs(self) -> bool:
-        """True if weights of the model are packed when they are read."""
+        """True if the model's weights are packed while they are read."""
         return False
 
     @property
@@ -231,11 +231,11 @@ class ExtensionFlags:
             yield self.requested_by(), self.needs, self.breaks
 
     def projector_files(self) -> dict[str, str]:
-        """Files of weights, stored with an adapter, that replace the model's projector, newline and tower; by flag."""
+        """Return, by flag, an adapter's weight files that replace the model's projector, newline and tower."""
         return {}
 
     def identity(self) -> dict[str, object]:
-        """Values that a resumed run compares instead of the flags' own: for a path, the content."""
+        """Return values to compare on resume instead of flag values: for a path, the file's content."""
         return {}
 
     def converted(self) -> "tuple[ExtensionFlags, list[str]]":
@@ -250,7 +250,7 @@ class ExtensionFlags:
     def saving_memory(cls, args: "Arguments", tokens: int, is_one_sample: bool) -> Iterator[str]:
         """Yield a line for each flag that would reduce memory use.
 
-        tokens: in a rank's largest micro-batch; is_one_sample: True if no micro-batch could be smaller.
+        tokens: number in a rank's largest micro-batch; is_one_sample: True if no micro-batch could be smaller.
         """
         yield from ()
 
@@ -263,11 +263,11 @@ class ExtensionFlags:
         """Prepare before data are opened, in every script that opens data."""
 
     def traits(self, objective: str) -> ObjectiveTraits | None:
-        """Return the traits of one of the extension's objectives, by name; None without objectives."""
+        """Return the traits of the named objective; None if the extension has no objectives."""
         return None
 
     def drawing(self, args: "Arguments") -> Drawing | None:
-        """Return what a step samples, or None."""
+        """Return the amount of sampling in each step; None if the model samples no answers for training."""
         return None
 
     def problems(self, args: "Arguments") -> Iterator[str]:
@@ -276,15 +276,15 @@ class ExtensionFlags:
 
     @classmethod
     def inactive_problems(cls, args: "Arguments") -> Iterator[str]:
-        """Yield lines about given flags that all have their defaults, so that the run lacks the extension."""
+        """Yield a line for every problem with flags given at their defaults. These don't activate the extension."""
         yield from ()
 
     def json_problems(self, config: dict) -> Iterator[str]:
-        """Yield a line for every conflict with the DeepSpeed JSON. config: with its "auto" values filled in."""
+        """Yield a line for every conflict with the DeepSpeed JSON. config: the JSON with "auto" values filled in."""
         yield from ()
 
     def requested_by(self) -> str:
-        """Return the flag that requests the extension, with its value: the first one that differs from its default."""
+        """Return the first flag that differs from its default, with its value, for messages."""
         name = next(name for name, value in vars(self).items() if value != getattr(type(self), name))
         return f"--{name} {getattr(self, name)}"
 
@@ -292,8 +292,8 @@ class ExtensionFlags:
 class Phase(IntEnum):
     """The moments after an optimizer step, in the order in which hooks run.
 
-    A request to stop comes first, so that later hooks know the last step; numbers are written before any hook judges
-    them; a run that returns to a checkpoint does not evaluate or save the steps it gave up.
+    A request to stop is handled first: later hooks need to know that the step is the last. Numbers are logged before
+    hooks judge them. A run that returns to a checkpoint must not evaluate or save the steps that it gave up.
     """
 
     STOP = 0
@@ -306,11 +306,11 @@ class Phase(IntEnum):
 
 @dataclass
 class StepEnd:
-    """The boundary after an optimizer step, passed from hook to hook.
+    """The state after an optimizer step, passed from hook to hook.
 
-    finished: this is the run's last step; stops: the run stops here on request; read: step results read from the
-    device here, with their numbers; problems: reasons to end the run; at_checkpoint: the weights are those of the last
-    checkpoint; keeps_all: older checkpoints are kept; paused: the time since the step does not count as step time.
+    finished: this is the run's last step; stops: the run stops on request; read: the step results that were read from
+    the device after this step; problems: reasons to end the run; at_checkpoint: the weights are those of the last
+    checkpoint; keeps_all: don't delete older checkpoints; paused: don't count the time since the step as step time.
     """
 
     result: "StepResult"
@@ -339,7 +339,7 @@ class StepEnd:
             raise DataError("\n".join(map(str, self.problems)))
 
     def paused_s(self) -> float:
-        """Seconds since the step that don't count towards the next step."""
+        """Return the seconds since the step that don't count towards the next step; 0 unless paused."""
         return time.perf_counter() - self.began if self.paused else 0.0
 
 
@@ -363,37 +363,37 @@ class Hook:
         """Act after the last step, unless training failed. Hooks are closed in reverse order."""
 
     def before_export(self) -> int | None:
-        """Change the model to the one to export; returns its step if that is not the last."""
+        """Load the weights to export into the model. Returns their step; None for the last step."""
 
     def after_export(self) -> None:
-        """Act after the export; a run that was asked to stop leaves this to the next start."""
+        """Act after the export. If the run was asked to stop before its end, only the next start calls this."""
 
 
 class Measure:
-    """The part of an extension in evaluations (Evaluation.measures). All ranks call is_due and run together."""
+    """An extension's measurement during evaluations (Evaluation.measures). is_due and run are collective."""
 
     def is_due(self, step: int, last: bool) -> bool:
-        """True if there is something to do at a step besides the eval loss. last: the run ends with this step."""
+        """True if run() should be called at this step, after the eval loss. last: the run ends with this step."""
         return False
 
     def was_done(self, step: int) -> bool:
-        """True if an earlier start measured at this step; on rank 0."""
+        """True if the run measured this step before it was resumed. Called on rank 0."""
         return False
 
     def run(self, step: int) -> None:
         """Measure, after the eval loss."""
 
     def scores(self, precision: "torch.autocast") -> dict[str, float]:
-        """Return additional numbers for the evaluation, by name. precision: the engine's own. Collective."""
+        """Return additional numbers for the evaluation, by name. precision: the engine's autocast. Collective."""
         return {}
 
     def why_over(self) -> str | None:
-        """Return the reason to end the run, judged by the evaluations so far; on rank 0."""
+        """Return a reason to end the run, given the evaluations so far, or None. Called on rank 0."""
 
 
 class EvalMeasure(NamedTuple):
-    """An extension's measure at every evaluation, in Plan.own. create: makes the measure from the model, on all ranks
-    together, before the engine starts (it changes the model's modules); numbers: names of scores."""
+    """An extension's measure at every evaluation, in Plan.own. create: builds the measure from the model before the
+    engine starts and changes the model's modules (collective); numbers: names of the scores."""
 
     create: Callable[["LlavaModel"], Measure]
     numbers: tuple[str, ...]
@@ -411,7 +411,7 @@ class ReportPart:
         """Read the run's files; they may be missing or damaged."""
 
     def sections(self) -> dict[str, list[dict[str, object]]]:
-        """Return blocks by section title; blocks for one of the core's sections are put at its beginning."""
+        """Return blocks by section title. Blocks for one of the core's sections are inserted at its beginning."""
         return {}
 
     def card(self) -> list[str]:
@@ -431,7 +431,7 @@ class SessionPart:
         self.plan, self.ranks, self.mesh = plan, started.ranks, started.mesh
 
     def built(self, model: "LlavaModel") -> None:
-        """Act on the model before the engine is created (which changes its modules)."""
+        """Act on the model before the engine is created and changes its modules."""
 
     def started(self, runner: "Runner") -> None:
         """Act while the runner's engine has the initial weights, before a checkpoint is restored."""
@@ -449,7 +449,7 @@ class Wrap:
     """An extension's changes to each model that trains, and to its engine.
 
     All methods are collective, called in the order of the table of extensions. Returned lines are printed.
-    For flags that are not of_model, only groups, kernels and started are called.
+    If the extension's flags are not of_model, only groups, kernels and started are called.
     """
 
     def check(self, args: "ModelArguments") -> None:
@@ -469,7 +469,7 @@ class Wrap:
     def weights_per_token(
         self, model: "LlavaModel", architecture: "Architecture | None", text: "PreTrainedConfig", args: "ModelArguments"
     ) -> dict[str, int]:
-        """Return the number of weights used per token, by part, that filled() adds. model: on the meta device."""
+        """Return, by part, how many of the weights that filled() adds a token uses. model: on the meta device."""
         return {}
 
     def assembled(self, model: "LlavaModel", build: "Build") -> None:
@@ -495,7 +495,7 @@ class Wrap:
 
 
 class Adapter:
-    """An export that is not a complete model and is opened over one. write() and exact() are collective."""
+    """An export that is loaded on top of a complete model. write() and exact() are collective."""
 
     def write(self, export: "ExportPlan", model: "LlavaModel", folder: Path, ranks: "Ranks") -> "Written":
         """Write the adapter of a model in training; rank 0 returns the checksums of the tensors' bits."""
@@ -510,8 +510,8 @@ class Adapter:
         raise NotImplementedError
 
     def hold(self, export: "ExportPlan", base: "nn.Module", deadline: "Deadline") -> None:
-        """Set the weights of transformers' class, opened from the base's folder, to those under which the adapter was
-        trained. Raises NotCompared if time or memory run out."""
+        """Set the weights of a transformers model, opened from the base model's folder, to the base weights used while
+        the adapter trained. Raises NotCompared if time or memory run out."""
 
     def merged(
         self, trained: "list[Entry]", base: "list[Entry]", export: "ExportPlan", checkpoint: Path
@@ -522,14 +522,14 @@ class Adapter:
     def write_restored(
         self, export: "ExportPlan", trained: "list[Entry]", base: "list[Entry]", checkpoint: Path, folder: Path
     ) -> "Written":
-        """Write the adapter of a checkpoint, and return the checksums of the tensors' bits."""
+        """Write the adapter from a checkpoint, and return the checksums of the tensors' bits."""
         raise NotImplementedError
 
 
 class StatePart(NamedTuple):
     """Tensors that a checkpoint stores in addition to the engine's files.
 
-    file: its name in the checkpoint; of: returns a model's tensors by name; without any, no file is written.
+    file: file name in the checkpoint; of: returns a model's tensors by name. If it returns none, no file is written.
     """
 
     file: str
@@ -552,7 +552,7 @@ class FolderForm:
         raise NotImplementedError
 
     def write(self, export: "ExportPlan", entries: "list[Entry]", folder: Path) -> None:
-        """Write the folder. entries: the model's tensors, by their names in this project."""
+        """Write the folder. entries: the model's tensors, under their names in this project."""
         raise NotImplementedError
 
     def usage(self, folder: str) -> str:
@@ -562,16 +562,16 @@ class FolderForm:
 
 @dataclass(frozen=True)
 class MeshPart:
-    """The functions for the mesh axis that an extension's flags add; every slot except `axis` is optional.
+    """An extension's functions for the mesh axis that its flags add. Every slot except `axis` is optional.
 
-    cut: from the mesh, returns the function that cuts this rank's part out of a micro-batch (see
-    data/shared_loader.py); it is sent to loader processes; adapt: makes a model with weights, trained or not, accept
-    such parts. owners: from a complete model, its FLOPs, its tower's plan and the axis size, returns the number of
-    layers per rank and the owning rank of each parameter, by name; build: reduces a model without weights to this
+    cut: given the mesh, returns the function that cuts this rank's part out of a micro-batch (see
+    data/shared_loader.py) and is sent to loader processes; adapt: changes a model with weights, trained or frozen, to
+    accept such parts. owners: given a complete model, its FLOPs, its tower's plan and the axis size, returns the number
+    of layers per rank, and the owning rank of each parameter by name; build: reduces a model without weights to this
     rank's part, and returns lines to print. divides: returns the parameters of a complete model that are split equally
-    over the ranks once the engine has started; engine: returns more arguments of deepspeed.initialize, "config" on top
-    of the resolved JSON; started: acts on the new engine; runner: builds the object that runs micro-batches, instead of
-    engine/runner.py's Direct.
+    over the ranks after the engine has started; engine: returns additional arguments of deepspeed.initialize, in which
+    "config" has entries to add to the resolved JSON; started: acts on the new engine; runner: builds the object that
+    runs micro-batches, by default Direct in engine/runner.py.
     """
 
     axis: str
@@ -592,22 +592,22 @@ class Extension:
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None  # lines on conflicts with JSON or device
     # Lines on conflicts with a model's configuration.
     fits: Callable[["Arguments", "PreTrainedConfig"], Iterator[str]] | None = None
-    plan: Callable[["PlanDraft"], object] | None = None  # reads and checks the run's inputs: its Plan.own[name]
-    choices: Mapping[str, Callable] = field(default_factory=dict)  # functions for its values of core flags, by flag
+    plan: Callable[["PlanDraft"], object] | None = None  # reads, checks the run's inputs; returns Plan.own[name]
+    choices: Mapping[str, Callable] = field(default_factory=dict)  # by core flag, the function for the added values
     store: Callable[[], ModuleType] | None = None  # loads the module that reads URLs of Trigger.schemes
     open_data: Callable[..., "EncodedDataset"] | None = None  # opens the training data, like open_together
-    complete: Callable[["Plan", "Ranks"], object] | None = None  # like plan, after everything else is planned
+    complete: Callable[["Plan", "Ranks"], object] | None = None  # like plan, but called after all other planning
     wrap: Wrap | None = None  # changes the model and its engine
-    # Builds a module that trains with the model, as its child own_<name>; its flags are of_model.
+    # Builds a module that trains as the model's child own_<name>. The extension's flags must be of_model.
     module: Callable[["PreTrainedConfig", "TowerPlan", "ModelArguments"], "nn.Module"] | None = None
-    beside: Callable[["ModelArguments", "Path"], None] | None = None  # writes files beside an exported module
+    beside: Callable[["ModelArguments", "Path"], None] | None = None  # writes files next to an exported module
     adapter: Adapter | None = None  # exports an adapter instead of a complete model
-    fields: "RecordFields | None" = None  # additional keys of records, for a plugin
+    fields: "RecordFields | None" = None  # additional record keys that a plugin reads
     state: StatePart | None = None  # tensors that a checkpoint stores additionally
     objective: Callable[["Plan", "Mesh", "Objective"], "Objective"] | None = None  # replaces or wraps an objective
     part: type[SessionPart] | None = None  # lives as long as the session
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()  # run between steps
-    folder: FolderPart | None = None  # model folders that it reads
-    open_folder: Callable[[str, str | None], "ModelFolder"] | None = None  # Trigger.opens; from path and --model_base
-    text: TextPart | None = None  # for language models that need the extension, whatever the flags
+    folder: FolderPart | None = None  # reads folders of Trigger.model_types
+    open_folder: Callable[[str, str | None], "ModelFolder"] | None = None  # (path, --model_base): see Trigger.opens
+    text: TextPart | None = None  # for language models that need the extension even if no flag requests it
     mesh: MeshPart | None = None  # for the axis that its flags add

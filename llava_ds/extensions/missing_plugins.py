@@ -1,4 +1,4 @@
-"""Models that need a --plugin to answer are opened with it only."""
+"""Refuse to open a model without a --plugin that it needs to answer."""
 
 import functools
 import os
@@ -9,9 +9,9 @@ from llava_ds.extensions.active import plugins
 
 
 def refuse_missing(config: dict[str, object], where: str) -> None:
-    """Raise ConfigError for a model that names plugins that are not loaded, and that it needs to answer.
+    """Raise ConfigError if a model needs a plugin to answer that is not loaded.
 
-    config: with the entries of active.plugin_entries(). Prints a line, once, for each plugin with another content.
+    config: a config.json with the entries of active.plugin_entries(). Warns once if a plugin's content has changed.
     """
     named, free = config["llava_ds_plugin"], config.get("llava_ds_answers_without", [])
     is_valid = isinstance(named, dict) and all(isinstance(each, str) for pair in named.items() for each in pair)

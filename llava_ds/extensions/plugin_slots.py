@@ -1,4 +1,4 @@
-"""Slots for values of a plugin: fields of records, and kinds of projectors. Loaded with a plugin only."""
+"""Base classes for plugins: additional record fields, and kinds of projectors. Imported only if a plugin is loaded."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
@@ -10,29 +10,29 @@ if TYPE_CHECKING:
 
 
 class RecordFields:
-    """Additional keys of a record that a plugin reads, and formats that it converts. Values are stored with the encoded
-    record.
+    """Additional keys that a plugin reads from records, and its conversion of other formats. The values are stored with
+    the encoded record.
 
-    names: the keys. They count as read; a record may lack them. In a micro-batch, Batch.extra["<plugin>.<key>"] is a
-    list with a tensor for each sample, None for a sample without the key.
+    names: the keys. Records may lack them, and they are not reported as unread. In a micro-batch,
+    Batch.extra["<plugin>.<key>"] is a list with a tensor for each sample, or None for a sample without the key.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
     columns: ClassVar[tuple[str, ...]] = ()  # additional columns of tables that convert() reads
 
     def convert(self, record: dict) -> dict | list[dict]:
-        """Convert a record of the file to a known format, or to several records. By default unchanged.
+        """Convert a record from the file to a supported format, or to several records. By default unchanged.
 
-        Called in the process that reads the file, before the format is detected and images are looked up. Raises
-        DataError for a bad record: it is rejected.
+        Called in the process that reads the file, before the format is detected and images are looked up. Raise
+        DataError to reject a record.
         """
         return record
 
     def load(self, values: Mapping[str, object]) -> "Mapping[str, Tensor]":
-        """Convert a record's values to tensors, in a process that loads samples, and once when the record is checked.
+        """Convert a record's values to tensors. Called by loader processes, and once when the record is checked.
 
-        values: of the keys that the record has. By default numbers, or nested lists of them, become float32 tensors.
-        Raises DataError for a bad value: the record is rejected.
+        values: the record's values, by key. By default, numbers or nested lists of numbers become float32 tensors.
+        Raise DataError to reject the record because of a bad value.
         """
         import torch
 

@@ -1,22 +1,22 @@
-"""All extensions, in the order in which they act: the only place in the core that knows their names."""
+"""All extensions, in the order in which they act. Nothing else in the core contains their names."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 
 class Trigger(NamedTuple):
-    """The facts about an extension that are known without reading its folder.
+    """The conditions that load an extension, and other facts that are needed before its code is imported.
 
-    title: its line in --help; flags: names and aliases; one of them loads it when set to a value other than its
-    default; always: loaded whatever the flags; leaves: its files and folders in --output_dir, names or patterns; keys:
-    top-level keys of the DeepSpeed JSON that set its flags; model_types: in config.json of folders that it reads, or
-    refuses with a reason; text_types: model types of language models that have it; text_fields: objects in a language
-    model's configuration by which it has the extension; values: values of the core's flags that load it; schemes: of
-    the URLs that it reads, or * for all; adds: values of a core's flag, with help, that it adds. These values alone
-    load it, not its own flags; extensions that add values to the same flag are never loaded together, and may share
-    flag names; requires: other extensions that it needs; model_files: files of its model-folder format; opens: a file
-    that makes a folder one that it reads; file and digest: path and sha256 of a --plugin. An extension without any of
-    these has scripts in run/.
+    title: its line in --help; flags: names and aliases of its flags, one of which loads it if set to a value other than
+    the default; always: loaded with any flags; leaves: its files and folders in --output_dir, as names or patterns;
+    keys: top-level keys of the DeepSpeed JSON that set its flags; model_types: values in config.json of the folders
+    that it reads, or refuses with a reason; text_types: types of language models that need it; text_fields: fields of a
+    language model's configuration that show that the model needs it; values: values of core flags that load it;
+    schemes: URL schemes that it reads, * for all; adds: values, with help texts, that it adds to a core flag. Only
+    these values load the extension, not its own flags. Extensions that add values to the same flag are never loaded
+    together, and may share flag names; requires: other extensions that it needs; model_files: files of its
+    model-folder format; opens: the file that marks folders that it reads; file and digest: path and sha256 of a
+    --plugin. An extension without any of these is used only by scripts in run/.
     """
 
     title: str
@@ -37,7 +37,7 @@ class Trigger(NamedTuple):
     digest: str = ""
 
     def requested(self, given: Mapping[str, object]) -> bool:
-        """Return True if flags with these values load it. For its own flags only the names count."""
+        """Return True if these flags load the extension. Only the names of the extension's own flags matter."""
         if self.adds:
             return any(given.get(flag) in own for flag, own in self.adds.items())
         return self.always or not set(self.flags.split()).isdisjoint(given)

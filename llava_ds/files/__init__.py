@@ -1,1 +1,1 @@
-"""Safe reading and writing of files."""
+"""Read and write files safely."""

@@ -1,4 +1,4 @@
-"""JSONL files of a run, one object per line, including metrics.jsonl with one per optimizer step."""
+"""Read and write a run's JSONL files, with one object per line; metrics.jsonl has one per optimizer step."""
 
 import errno
 import json
@@ -16,18 +16,18 @@ _JSON = json.JSONEncoder(separators=(",", ":"))
 class RowLog:
     """Appends rows to a JSONL file.
 
-    If the file can't be written to, for example because the disk is full, the run continues: the rows wait for the next
-    write.
+    If a write fails, for example because the disk is full, the run continues, and the next write includes the failed
+    rows.
     """
 
     def __init__(self, path: Path, first: Iterable[dict]) -> None:
-        """first: initial rows that replace those in the file; if empty, no file is created."""
+        """first: rows that replace the file's content. Without rows, a missing file is not created."""
         self.path, self.waiting, first = path, [], list(first)
         if first or path.exists():
             replace_rows(path, first)
 
     def write(self, rows: list[dict]) -> None:
-        """Append rows in one write, so that a killed run leaves whole lines."""
+        """Append the rows, and the rows of failed writes, in one write, so that a killed run leaves no half line."""
         was_reported = bool(self.waiting)
         self.waiting += rows
         if not self.waiting:
@@ -41,15 +41,15 @@ class RowLog:
             self.waiting = []
 
     def close(self) -> None:
-        """Write the waiting rows. Raises DataError if that fails."""
+        """Write the rows of failed writes. Raises DataError if that fails again."""
         self.write([])
         if self.waiting:
             raise DataError(f"{self.path} lacks the last {len(self.waiting)} rows: it could not be written to")
 
 
 class MetricsLog(RowLog):
-    """metrics.jsonl. Drops the steps after the checkpoint (they will be repeated), and warns of missing earlier
-    steps."""
+    """The log metrics.jsonl. Drops rows after resume_step, because these steps are repeated, and warns if earlier
+    steps are missing."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         path.touch()
@@ -65,20 +65,19 @@ class MetricsLog(RowLog):
 
 
 def rows_of(path: Path) -> list[dict]:
-    """Return read_metrics; [] without a file."""
+    """Return the rows of a JSONL file like read_metrics, or [] if it does not exist."""
     return read_metrics(path) if path.exists() else []
 
 
 def replace_rows(path: Path, rows: Iterable[dict]) -> None:
-    """Replace a JSONL file in one rename, so that a killed run leaves the old or the new one."""
+    """Replace a JSONL file in one rename, so that a killed run leaves either the old or the new file."""
     write_whole(path, "".join(map(as_line, rows)))
 
 
 def append(path: Path, text: str) -> None:
-    """Append whole lines to a file in one write. Raises OSError, for example if the disk is full, and leaves the file
-    unchanged.
+    """Append whole lines to a file in one write, and close it: this sends them to the server of a network disk.
 
-    Closing the file sends the lines to the server of a network disk.
+    Raises OSError, for example if the disk is full, and leaves the file unchanged.
     """
     data, before = text.encode(), None
     try:
@@ -101,9 +100,9 @@ def as_line(row: dict) -> str:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Read all whole rows of a JSONL file of this package, skipping damaged lines and a truncated last one.
+    """Read the rows of a JSONL file, without damaged lines and a truncated last line.
 
-    Raises FileNotFoundError, and DataError if it is not such a file.
+    Raises FileNotFoundError if it is missing, and DataError if it can't be read.
     """
     try:
         return read_rows(path)[0]

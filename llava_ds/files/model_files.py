@@ -1,7 +1,7 @@
-"""Read the files of an untrusted model folder: links stay inside the folder, sizes are bounded, and refusals are clear.
+"""Read the files of an untrusted model folder: check that links stay inside the folder, and limit sizes.
 
-All commands read the JSON of model folders with this module, and call transformers and tokenizers on them within
-library_errors(). check_folder() first checks the files that transformers opens itself.
+All commands read the JSON files of model folders with this module. Before they call transformers or tokenizers on a
+folder, they check its files with check_folder(); the call itself is within library_errors().
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from llava_ds.files.writing import utf8_problem
 
 MAX_BYTES = 2**27  # largest JSON file; the largest published tokenizer.json has 35 MB
 MAX_TEMPLATE_BYTES = 2**20  # largest chat template; published ones have 20 kB
-MAX_NESTING = 64  # depth of objects and lists; published files have 10
+MAX_NESTING = 64  # maximum depth of objects and lists; published files have 10
 SHOWN = 60  # maximum characters shown of a wrong value
 
 OWN_CODE = (
@@ -33,27 +33,27 @@ JSON_FILES = (
     "video_preprocessor_config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json",
 )  # fmt: skip
-ADAPTER_CONFIG = "adapter_config.json"  # in an adapter's folder, without a model
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # what peft reads, newest first
+ADAPTER_CONFIG = "adapter_config.json"  # its presence marks an adapter's folder
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # files that peft reads, the newer format first
 BESIDE_ADAPTER = "non_lora_trainables.bin"  # LLaVA writes this next to an adapter
 OTHER_FILES = ("tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja")
 TEMPLATES_FOLDER = "additional_chat_templates"  # transformers opens its files as well
-# Vocabularies of transformers' other tokenizers, whatever class a folder names.
+# Vocabulary files of other tokenizers in transformers. They are checked for any tokenizer class.
 _MORE_JSON = (
     "tekken.json", "entity_vocab.json", "byte_maps.json", "vocab-src.json", "vocab-tgt.json", "target_vocab.json",
     "normalizer.json", "emoji.json", "word_shape.json", "word_pronunciation.json",
 )  # fmt: skip
 _VOCABULARY = re.compile(r".*\.(model|spm|bpe|codes|tiktoken|tokenizer)|(tokenizer|tiktoken)\.model.*|dict\.txt")
 
-# Keys that make transformers open other files.
+# Keys whose values are names of files that transformers opens.
 _NAMES_JSON = ("configuration_files", "fast_tokenizer_files")
 _NAMES_FILES = re.compile(rf"{'|'.join(_NAMES_JSON)}|\w+_file|transformers_weights")
-# Such keys in tokenizer_config.json whose values transformers replaces by the folder's own files.
+# Keys of this kind in tokenizer_config.json that transformers ignores, because it finds the folder's own files.
 _NEVER_READ = ("tokenizer_file", "special_tokens_map_file", "added_tokens_file", "tokenizer_config_file")
-# Keys that choose kernels. If the value is a repository's name, transformers would download and run its code.
+# Keys that choose kernels. If the value named a repository, transformers would download and run its code.
 _IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation\w*|use_kernels|kernel_config")
 
-# Sizes of modules and lists, by the key's name: minimum and maximum. Published models use at most a tenth of the
+# (pattern of a key's name, minimum, maximum) of sizes in a configuration. Published models need at most a tenth of the
 # maximum.
 SIZES = (
     (re.compile(r"num_hidden_layers|n_layers?|num_layers"), 1, 1000),
@@ -67,11 +67,11 @@ SIZES = (
 
 
 def own_file(file: Path) -> Path:
-    """Resolve the links of a file. Raises DataError if it is outside its folder or not a regular file.
+    """Resolve a file's links. Raises DataError if they lead out of its folder or to anything but a regular file.
 
-    A link may point to another file of the same folder, or from <model>/snapshots/<revision> to a file in
-    <model>/blobs, as in Hugging Face's cache. The folder itself may be a link, because the user named it. Raises
-    FileNotFoundError if the file is missing.
+    A link may lead to another file in the same folder, or from <model>/snapshots/<revision> to a file in <model>/blobs,
+    as in Hugging Face's cache. The folder itself may be a link, because the user named it. Raises FileNotFoundError if
+    the file is missing.
     """
     try:
         folder, real = file.parent.resolve(), file.resolve()
@@ -86,16 +86,16 @@ def own_file(file: Path) -> Path:
 
 
 def read_json(file: Path, where: str) -> dict:
-    """Read the object in a JSON file of bounded size and nesting. where: for messages, the flag and folder.
+    """Read the object in a JSON file, with limits on size and nesting. where: flag and folder, for messages.
 
-    Raises ConfigError that names the file.
+    Raises ConfigError with the file's name if it can't be used.
     """
     with library_errors(where):
         return _object(file)
 
 
 def _object(file: Path) -> dict:
-    """Read the object in a JSON file. Raises DataError with the problem."""
+    """Read the object in a JSON file. Raises DataError if it can't be used."""
     try:
         real = own_file(file)
     except FileNotFoundError:
@@ -114,12 +114,12 @@ def _object(file: Path) -> dict:
 
 
 def is_there(file: Path) -> bool:
-    """True if a file, or a dangling link, of this name exists."""
+    """Return True if the path exists, even as a dangling link."""
     return file.exists() or file.is_symlink()
 
 
 def adapter_file(folder: str | Path) -> Path | None:
-    """The file with an adapter's weights; None if the folder has none."""
+    """Return the file with an adapter's weights, or None. Raises DataError if it leads out of the folder."""
     file = next((path for name in ADAPTER_FILES if (path := Path(folder) / name).is_file()), None)
     if file is not None:
         own_file(file)
@@ -127,18 +127,18 @@ def adapter_file(folder: str | Path) -> Path | None:
 
 
 def is_adapter(path: str | Path) -> bool:
-    """True for a folder with an adapter rather than a model."""
+    """Return True if a folder contains an adapter."""
     return (Path(path) / ADAPTER_CONFIG).is_file()
 
 
 def read_json_if_there(file: Path, where: str) -> dict:
-    """Return read_json; {} without such a file."""
+    """Read a JSON file like read_json; return {} if it does not exist."""
     return read_json(file, where) if is_there(file) else {}
 
 
 def read_config(file: Path, where: str) -> dict:
-    """Read a model's config.json, checked for sizes within bounds, without keys that choose kernels. Raises
-    ConfigError."""
+    """Read a model's config.json, without the keys that choose kernels. Raises ConfigError if sizes are out of bounds
+    or a plugin is missing."""
     config = read_json(file, where)
     if "llava_ds_plugin" in config:
         from llava_ds.extensions.missing_plugins import refuse_missing
@@ -150,8 +150,8 @@ def read_config(file: Path, where: str) -> dict:
 
 
 def size_problem(config: dict, path: str = "") -> str | None:
-    """Describe the first size in a configuration that is out of bounds, with the expected range; None if all are
-    valid."""
+    """Describe the first size in a configuration that is out of bounds, with the expected range; None if there is
+    no such size. path: prefix of the keys in the message."""
     for key, value in config.items():
         if isinstance(value, dict):
             if problem := size_problem(value, f"{path}{key}."):
@@ -168,11 +168,10 @@ def size_problem(config: dict, path: str = "") -> str | None:
 
 
 def check_folder(path: str | Path, where: str) -> None:
-    """Check every file that transformers or tokenizers may open themselves in a folder, whatever its name.
+    """Check all files of a folder that transformers or tokenizers may open themselves.
 
-    A checked folder is not read again until a file in it changes. Raises ConfigError for files outside the folder,
-    irregular files, files that are too large, too deeply nested or not a JSON object, and files that refer to files
-    elsewhere.
+    A folder is checked again only if a file in it has changed. Raises ConfigError if a file is outside the folder, not
+    regular, too large, too deeply nested or not a JSON object, or if it names files elsewhere.
     """
     folder = Path(path)
     if problem := utf8_problem(str(path)):
@@ -183,9 +182,9 @@ def check_folder(path: str | Path, where: str) -> None:
 
 
 def _stamps(folder: Path) -> tuple[tuple[str, Stamp], ...]:
-    """Return names and stamps of a folder's files, and of templates one level below, all checked to be inside it.
+    """Return (name, stamp) of a folder's files and of its additional chat templates.
 
-    A dangling link is an error only if its name is in JSON_FILES or OTHER_FILES. Raises DataError.
+    Raises DataError if a file leads out of the folder, or if one in JSON_FILES or OTHER_FILES is a dangling link.
     """
     files = list(folder.iterdir())
     templates = folder / TEMPLATES_FOLDER
@@ -208,10 +207,10 @@ def _stamps(folder: Path) -> tuple[tuple[str, Stamp], ...]:
 
 @lru_cache(maxsize=64)
 def _check_files(folder: Path, stamps: tuple[tuple[str, Stamp], ...]) -> None:
-    """Read and check the files for check_folder. stamps: of the files, as a cache key. Raises DataError."""
+    """Read and check the files for check_folder. stamps: from _stamps, also part of the cache's key."""
     sizes = {name: stamp.num_bytes for name, stamp in stamps}
     names = [name for name in (*JSON_FILES, *_MORE_JSON) if name in sizes]
-    for name in names:  # the list grows in the loop
+    for name in names:  # the loop appends to the list
         content = _object(folder / name)
         _check_says(content, folder / name)
         named = (value for key in _NAMES_JSON if isinstance(value := content.get(key), list))
@@ -225,9 +224,9 @@ def _check_files(folder: Path, stamps: tuple[tuple[str, Stamp], ...]) -> None:
 
 @contextlib.contextmanager
 def library_errors(where: str, what: str = "it can't be opened") -> Iterator[None]:
-    """Convert any error of transformers, tokenizers or torch about a folder's content to a ConfigError.
+    """Convert all errors within the block to ConfigErrors. where, what: beginning of the message.
 
-    They raise errors of many types, some only when a value is used. Use only around calls whose input is the folder.
+    transformers, tokenizers and torch raise many types of errors. Use it only around calls whose input is the folder.
     """
     try:
         yield
@@ -244,7 +243,7 @@ def library_errors(where: str, what: str = "it can't be opened") -> Iterator[Non
 
 
 def said_by(error: BaseException) -> str:
-    """Shorten a library's message about a folder to a few lines, without its advice to run the folder's own code."""
+    """Shorten a library's error message about a folder, and drop advice to run the folder's own code."""
     text = str(error).strip()
     if "trust_remote_code" in text or "custom code" in text:
         return OWN_CODE
@@ -257,7 +256,7 @@ def said_by(error: BaseException) -> str:
 
 
 def shown(value: object) -> str:
-    """Format a value of a folder's file for a message."""
+    """Format a value from a file for a message, shortened to SHOWN characters."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
@@ -285,7 +284,7 @@ def _shape_problem(found: object) -> str | None:
 
 
 def _surrogate_problem(text: bytes) -> str | None:
-    """Detect lone surrogates: JSON can express them, but files and terminals can't."""
+    """Describe a lone surrogate in JSON text, or return None. Files and terminals can't represent surrogates."""
     if re.search(rb"\\u[dD][89a-fA-F]", text) is None:
         return None
     try:
@@ -296,7 +295,7 @@ def _surrogate_problem(text: bytes) -> str | None:
 
 
 def _check_says(content: dict, file: Path) -> None:
-    """Refuse names of files outside the folder, and sizes out of bounds in a config.json of any version."""
+    """Raise DataError if a JSON file names files outside its folder, or if a config.*json has sizes out of bounds."""
     for key, value in content.items():
         if _NAMES_FILES.fullmatch(key) and not (file.name == "tokenizer_config.json" and key in _NEVER_READ):
             for name in value if isinstance(value, list) else [value]:
@@ -310,8 +309,8 @@ def _check_says(content: dict, file: Path) -> None:
 
 
 def _is_in_folder(name: object, key: str, file: Path) -> bool:
-    """True for the name of a file in the same folder. In tokenizer_config.json, paths of another machine are common,
-    and harmless if the file does not exist."""
+    """Return True if a value names a file in the same folder. In tokenizer_config.json, also allow paths of files that
+    don't exist: paths from another machine are common there, and harmless."""
     if not isinstance(name, str):
         return False
     if file.name == "tokenizer_config.json" and key not in _NAMES_JSON and "\0" not in name:

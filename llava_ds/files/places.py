@@ -1,4 +1,4 @@
-"""Paths of data, local or in an object store: replacements of `os.path` functions and `open` for both."""
+"""Replacements of `open` and `os.path` functions that accept local paths and URLs of object stores."""
 
 import glob
 import io
@@ -14,26 +14,26 @@ READ_BYTES = 1 << 20
 
 
 def open_data(path: str) -> BinaryIO:
-    """Open a file for reading. Raises OSError."""
+    """Open a file or object for reading. Raises OSError."""
     if is_remote(path):
         return io.BufferedReader(store_of(path).RemoteFile(path), READ_BYTES)
     return open(path, "rb")
 
 
 def size_of(path: str) -> int:
-    """Size of a file in bytes. Raises OSError."""
+    """Return the size of a file or object in bytes. Raises OSError."""
     return store_of(path).known_identity(path).num_bytes if is_remote(path) else os.stat(path).st_size
 
 
 def is_file(path: str) -> bool:
-    """True for a file, links followed."""
+    """Return True for a file, a link to a file, or an object."""
     if not is_remote(path):
         return os.path.isfile(path)
     return bool(store_of(path).found_in(path, lambda fs, inner: fs.isfile(inner)))
 
 
 def is_folder(path: str) -> bool:
-    """True for a folder, or a prefix of objects. Web servers have no folders."""
+    """Return True for a folder, or for a prefix of objects; always False for web servers."""
     if not is_remote(path):
         return os.path.isdir(path)
     if path.lower().startswith(HTTP):
@@ -42,12 +42,12 @@ def is_folder(path: str) -> bool:
 
 
 def exists(path: str) -> bool:
-    """True if anything exists at the path."""
+    """Return True if anything exists at the path."""
     return (is_file(path) or is_folder(path)) if is_remote(path) else os.path.exists(path)
 
 
 def join(folder: str, path: str) -> str:
-    """Resolve a path relative to a folder; either may be remote."""
+    """Join a folder and a path relative to it. Both may be URLs."""
     path = local_path(path)
     if is_remote(path):
         return path
@@ -89,7 +89,7 @@ def names_in(folder: str) -> list[str]:
 
 
 def matching(pattern: str) -> list[str]:
-    """Expand a pattern, sorted."""
+    """Return the paths or URLs that match a glob pattern, sorted."""
     if not is_remote(pattern):
         return sorted(glob.glob(pattern, recursive=True))
     store = store_of(pattern)
@@ -97,10 +97,9 @@ def matching(pattern: str) -> list[str]:
 
 
 def inside(root: str, name: str) -> str | None:
-    """Build the URL of an object named by a record; None if it is outside the root. Raises ValueError for an invalid
-    key.
+    """Build the URL of an object that a record names; None if it is outside the root.
 
-    Names with ".." are refused, however the store would treat them; keys have no links.
+    A name with ".." counts as outside. Raises ValueError if the name is not a valid key.
     """
     if name.startswith(f"{root}/"):
         name = name[len(root) + 1 :]
@@ -112,5 +111,5 @@ def inside(root: str, name: str) -> str | None:
     if ".." in parts:
         return None
     key = "/".join(part for part in name.split("/") if part not in ("", "."))
-    # A server would treat ? and # as the end of the path, and %2e%2e as two dots.
+    # Quote URLs, because a web server would end the path at ? or #, and would read %2e%2e as two dots.
     return f"{root}/{urllib.parse.quote(key) if root.lower().startswith(HTTP) else key}"

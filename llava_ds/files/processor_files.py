@@ -1,7 +1,7 @@
-"""Settings and chat template of a folder's processor, from the files that transformers reads.
+"""Read the settings and the chat template of a folder's processor.
 
-Several files may contain the same setting. transformers' own functions choose among them here, so that a model is
-trained and prompted with the same settings that its users' programs read.
+Several files may contain the same setting. transformers' own functions choose among them, so that training uses the
+same settings as programs that open the model with transformers.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ from llava_ds.files.model_files import (
 
 SETTINGS_FILES = (IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)
 TEMPLATE_FILES = ("chat_template.json", "chat_template.jinja")
-# Settings that change no pixel.
+# Settings that only name classes, and don't affect pixels.
 NAMES_OF_KINDS = (
     "processor_class",
     "image_processor_type",
@@ -36,10 +36,9 @@ _HERE = {"local_files_only": True}
 
 
 def image_settings(folder: str | Path, where: str) -> tuple[dict, str]:
-    """Read the settings of a folder's image processor, and the name of their file. Raises ConfigError if there are
-    none.
+    """Return the settings of a folder's image processor, and the name of the file that has them.
 
-    Missing mean and deviation are filled in from transformers' class.
+    Missing means and deviations are filled in from transformers' class. Raises ConfigError if no file has settings.
     """
     folder = Path(folder)
     found = settings_files(folder, where)
@@ -59,7 +58,7 @@ def image_settings(folder: str | Path, where: str) -> tuple[dict, str]:
 
 
 def video_settings(folder: str | Path, where: str) -> tuple[dict, str]:
-    """Read the settings of a folder's video processor, and the name of their file; ({}, "") if no file has any."""
+    """Return the settings of a folder's video processor and the name of the file that has them; ({}, "") if none."""
     folder = Path(folder)
     found = settings_files(folder, where)
     nested = found.pop(PROCESSOR_NAME, {}).get("video_processor")
@@ -74,12 +73,12 @@ def video_settings(folder: str | Path, where: str) -> tuple[dict, str]:
 
 
 def whole_settings(folder: str | Path, where: str) -> dict:
-    """Read processor_config.json, with the chat template that transformers' processor uses, if any.
+    """Return processor_config.json's settings, with the chat template that transformers' processor would use.
 
-    Raises ConfigError for a folder that transformers' processors refuse.
+    Raises ConfigError if transformers' processors could not open the folder.
     """
     folder = Path(folder)
-    check_folder(folder, where)  # transformers opens templates itself
+    check_folder(folder, where)  # transformers opens the template files itself
     found = settings_files(folder, where)
     if is_there(folder / "audio_tokenizer_config.json") or "audio_tokenizer" in found.get(PROCESSOR_NAME, {}):
         raise ConfigError(
@@ -92,13 +91,13 @@ def whole_settings(folder: str | Path, where: str) -> dict:
 
 
 def processor_template(folder: str | Path, where: str) -> str | None:
-    """Find the chat template that transformers' processor uses from a folder; None if only the tokenizer may have
-    one."""
+    """Return the chat template in a folder's processor files, as transformers' processor chooses it; None if they
+    have none."""
     return _default_of(whole_settings(folder, where).get("chat_template"), PROCESSOR_NAME, where)
 
 
 def settings_files(folder: Path, where: str) -> dict[str, dict]:
-    """Read the settings files that exist, by name, before transformers opens them."""
+    """Read and check the settings files that exist. Returns their content by name."""
     return {name: read_json(folder / name, where) for name in SETTINGS_FILES if is_there(folder / name)}
 
 
@@ -108,8 +107,8 @@ def old_template(folder: Path, where: str) -> str | None:
 
 
 def _default_of(template: object, file: str, where: str) -> str | None:
-    """Return the chat template that transformers' processor uses by default. Raises ConfigError if all are named and
-    none is the default."""
+    """Return the default chat template among a file's templates. Raises ConfigError if there are named templates, but
+    none is named "default"."""
     if isinstance(template, dict) and template and "default" not in template:
         names = ", ".join(map(shown, template))
         raise ConfigError(f"{where}: {file} has the chat templates {names}, but none is named 'default': rename one")

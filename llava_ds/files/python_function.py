@@ -1,4 +1,4 @@
-"""Load a function or a class from a Python file that a flag names. It runs with the user's rights."""
+"""Load a function or a class from a Python file that a flag names. The file runs with the user's permissions."""
 
 import importlib.util
 import inspect
@@ -12,7 +12,7 @@ from llava_ds.constants import ConfigError, DataError, in_short
 
 
 def attribute_of_file(flag: str, name: str, kind: str) -> Callable:
-    """Load path.py:name. kind: "function" or "class". Raises ConfigError if the file can't be run, or lacks it."""
+    """Run a file, and return name (path.py:NAME) in it. kind: "function" or "class". Raises ConfigError on failure."""
     path, _, attribute = name.rpartition(":")
     file = Path(path).expanduser()
     if file.suffix != ".py" or not file.is_file():
@@ -32,12 +32,12 @@ def attribute_of_file(flag: str, name: str, kind: str) -> Callable:
 
 
 def function_of_file(flag: str, name: str, may_skip: bool = False) -> Callable[..., list[float]]:
-    """Load path.py:function: a function from prompts, completions, references and ids to a list of numbers.
+    """Load a user's function path.py:function that scores completions, and return a checked wrapper.
 
-    Runs the file. The returned function takes these four lists, and optionally columns, more lists by name; it passes
-    the user's function the lists that its parameters name, or all with **. may_skip: it may return None for a
-    completion (becomes nan). Raises ConfigError if the function is missing; the returned function raises DataError if
-    the user's function has parameters without a list, or does not return such a list.
+    The wrapper takes lists of prompts, completions, references and ids, and optionally more lists by name (columns). It
+    passes the lists that the user's function has as parameters, or all if that has **. may_skip: True if the function
+    may return None for a completion (becomes nan). Raises ConfigError if the function is missing. The wrapper
+    raises DataError if a parameter has no list, or if the result is not a number per completion.
     """
     function = attribute_of_file(flag, name, "function")
 
@@ -73,7 +73,7 @@ def function_of_file(flag: str, name: str, may_skip: bool = False) -> Callable[.
 
 
 def raised_at(error: Exception, name: str) -> str:
-    """Return " at FILE:LINE", the last line of path.py:attribute's file in a traceback; "" if it has none."""
+    """Return " at FILE:LINE" for the last line of the user's file in a traceback, or "". name: path.py:attribute."""
     path = name.rpartition(":")[0]
     real = os.path.abspath(os.path.expanduser(path))
     lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == real]
@@ -81,7 +81,7 @@ def raised_at(error: Exception, name: str) -> str:
 
 
 def _judged(error: Exception, completions: list[str]) -> int | None:
-    """Return the index of the answer that was a local variable where the error was raised; None if none was."""
+    """Return the index of the answer that is a local variable in the error's traceback, the innermost frame first."""
     at = {id(text): i for i, text in reversed(list(enumerate(completions)))}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
     held = (id(value) for frame in reversed(frames) for value in frame.f_locals.values())
@@ -89,7 +89,7 @@ def _judged(error: Exception, completions: list[str]) -> int | None:
 
 
 def _as_numbers(found: object, completions: list[str], may_skip: bool) -> list[float]:
-    """Convert what a function returned to numbers, None to nan. Raises ValueError that describes it."""
+    """Convert a function's result to floats, None to nan. Raises ValueError that describes an invalid result."""
     try:
         values = None if isinstance(found, (str, bytes, Mapping, Set)) else list(found)
     except TypeError:
@@ -109,7 +109,7 @@ def _as_numbers(found: object, completions: list[str], may_skip: bool) -> list[f
 
 
 def _wanted(what: str, function: Callable, lists: dict[str, list]) -> dict[str, list]:
-    """Select the lists that a function's parameters name, or all with **. Raises DataError if one is missing."""
+    """Select the lists that a function has as parameters, or all if it has **. Raises DataError if one is missing."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin

@@ -1,8 +1,8 @@
-"""Read files safely, even if others changed them after they were written.
+"""Read files safely, even if something else changed or replaced them.
 
-Only regular files of bounded size are opened: a named pipe, device or folder at the path can't block a program or
-exhaust memory. JSON is checked against a type before use. A stamp and a hash of some blocks identify a file without
-reading all of a large one.
+Only regular files up to a size limit are read, so a named pipe, device or folder at the path can't block the program or
+exhaust memory. JSON is checked against a type before use. A stamp and a hash of some blocks identify a large file
+without reading it completely.
 """
 
 import hashlib
@@ -23,15 +23,15 @@ from llava_ds.constants import DataError
 from llava_ds.extensions.active import store_of
 from llava_ds.files.urls import is_remote
 
-MAX_JSON_BYTES = 16 << 20  # a manifest of 4,096 ranks has 3 MB; nested lists take twenty times their text in memory
+MAX_JSON_BYTES = 16 << 20  # a manifest of 4,096 ranks has 3 MB; parsed nested lists need twenty times as much memory
 MAX_LINE_BYTES = 16 << 20
-MAX_ROWS_BYTES = 2 << 30  # largest JSONL file: more than a million steps
+MAX_ROWS_BYTES = 2 << 30  # largest JSONL file; enough for a million steps
 
 WHOLE_BYTES = 64 << 10  # files up to this size are hashed completely by blocks_digest
 BLOCK_BYTES, NUM_BLOCKS = 4 << 10, 16  # size and number of the blocks hashed of a larger file
 READ_BYTES = 1 << 20  # bytes per read
 
-KINDS = {  # words for irregular files
+KINDS = {  # names of file types for messages
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -41,8 +41,8 @@ KINDS = {  # words for irregular files
 
 
 def open_regular(path: str | Path, buffering: int = -1) -> BinaryIO:
-    """Open a file for reading, without ever waiting for a writer. Raises OSError, and DataError for irregular files.
-    buffering: as in open."""
+    """Open a file for reading, without waiting even if it is a pipe. buffering: as in open. Raises OSError, and
+    DataError if it is not a regular file."""
     file = open(path, "rb", buffering, opener=open_without_waiting)  # noqa: SIM115 the caller's
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
@@ -52,12 +52,12 @@ def open_regular(path: str | Path, buffering: int = -1) -> BinaryIO:
 
 
 def open_without_waiting(path: str, flags: int) -> int:
-    """Open a file without blocking, in case it is a named pipe now."""
+    """Open a file without blocking, even if it is a named pipe. For open()'s parameter `opener`."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def why_not_regular(path: Path) -> str | None:
-    """Explain why a path can't be read or replaced as a file; None if the file is regular or missing."""
+    """Return the reason why a path can't be used as a file; None if it is a regular file or missing."""
     try:
         open_regular(path).close()
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def why_not_regular(path: Path) -> str | None:
 
 
 def read_bytes(path: str | Path, max_bytes: int) -> bytes:
-    """Read a regular file. Raises FileNotFoundError, and DataError with the reason alone for other errors."""
+    """Read a regular file. Raises FileNotFoundError if missing, else DataError; its message has only the reason."""
     try:
         with open_regular(path) as file:
             content = file.read(max_bytes + 1)
@@ -86,7 +86,7 @@ def read_bytes(path: str | Path, max_bytes: int) -> bytes:
 def read_json(path: str | Path, expected: object, max_bytes: int = MAX_JSON_BYTES):
     """Read a JSON file and check it against a type (a TypedDict, dict[str, int], …) in pydantic's strict mode.
 
-    Raises FileNotFoundError, and DataError with the reason alone: the caller adds the file and the remedy.
+    Raises FileNotFoundError if it is missing, else DataError with only the reason: the caller adds path and remedy.
     """
     value = _parsed(read_bytes(path, max_bytes))
     if (problem := mismatch(value, expected)) is not None:
@@ -95,7 +95,7 @@ def read_json(path: str | Path, expected: object, max_bytes: int = MAX_JSON_BYTE
 
 
 def mismatch(value: object, expected: object) -> str | None:
-    """Describe the first mismatch of a value and a type, with the expected type; None if they match."""
+    """Describe where a value first differs from a type, and the expected type; None if the value matches."""
     try:
         _adapter(expected).validate_python(value, strict=True)
     except ValidationError as error:
@@ -108,9 +108,9 @@ def mismatch(value: object, expected: object) -> str | None:
 
 
 def read_rows(path: Path, expected: object = dict) -> tuple[list[dict], list[int]]:
-    """Read the rows of a JSONL file, and the numbers (from 1) of damaged lines: invalid UTF-8 or JSON, or another type.
+    """Return the rows of a JSONL file, and the numbers (from 1) of lines that are not valid JSON of type `expected`.
 
-    A truncated last line is skipped. Raises FileNotFoundError, and DataError with the reason alone.
+    A truncated last line is skipped. Raises FileNotFoundError if the file is missing, else DataError with the reason.
     """
     rows, damaged = [], []
     try:
@@ -140,7 +140,7 @@ def read_rows(path: Path, expected: object = dict) -> tuple[list[dict], list[int
 
 
 def move_aside(path: Path) -> Path:
-    """Rename an unusable file, so that a new one can be written without losing it. Returns the new path."""
+    """Rename a damaged file, to keep it when a new file is written. Returns its new path."""
     name = f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}"
     target, count = path.with_name(name), 1
     while os.path.lexists(target):
@@ -150,16 +150,16 @@ def move_aside(path: Path) -> Path:
 
 
 class Stamp(NamedTuple):
-    """A file system's record of a file. Writing to the file changes it, even if times are restored afterwards."""
+    """A file's size, times and inode. Writing to the file changes the stamp, even if mtime is restored afterwards."""
 
     num_bytes: int
     mtime_ns: int
     ctime_ns: int
-    inode: int  # lower 63 of 64 bits, since tables have no unsigned numbers; some file systems use all
+    inode: int  # lower 63 of 64 bits, because the tables that store it have signed integers
 
 
 def stamp_of(path: str | Path) -> Stamp:
-    """Take the stamp of a file, links followed; for an object, its size and the store's mark. Raises OSError."""
+    """Return the stamp of a file (links are followed), or of an object in a store. Raises OSError."""
     if is_remote(path):
         size, mark = store_of(path).identity_of(path)
         return Stamp(size, int(mark[:15], 16), 0, 0)
@@ -168,16 +168,16 @@ def stamp_of(path: str | Path) -> Stamp:
 
 
 class FileState(TypedDict):
-    """A file's stamp and block digest, different for any other file at its path, even with the same size and time."""
+    """A file's stamp and block digest. They differ for another file at the same path, even of equal size and time."""
 
     stamp: list[int]
     blocks: str
 
 
 def state_of(path: str | Path) -> FileState:
-    """Take a file's stamp, and hash some of its blocks (for file systems without change times).
+    """Return a file's stamp, and a hash of some blocks for file systems without change times.
 
-    Raises OSError, and DataError for irregular files.
+    Raises OSError, and DataError if it is not a regular file.
     """
     stamp = list(stamp_of(path))
     if not is_remote(path):
@@ -186,10 +186,10 @@ def state_of(path: str | Path) -> FileState:
 
 
 def blocks_digest(path: str | Path, offset: int = 0, num_bytes: int = -1, whole_bytes: int = WHOLE_BYTES) -> str:
-    """Hash a file, or a slice: completely up to whole_bytes, otherwise its size and NUM_BLOCKS blocks from start to
-    end.
+    """Hash a file, or a slice, to 32 hexadecimal digits.
 
-    Returns 32 hexadecimal digits. Raises OSError, and DataError for irregular files.
+    Up to whole_bytes, all content is hashed; above, the size and NUM_BLOCKS evenly spaced blocks. num_bytes: -1 for the
+    rest of the file. Raises OSError, and DataError if it is not a regular file.
     """
     if is_remote(path):
         with store_of(path).RemoteFile(path, offset, num_bytes) as file:
@@ -202,7 +202,7 @@ def blocks_digest(path: str | Path, offset: int = 0, num_bytes: int = -1, whole_
 
 
 def _digest(read_at: Callable[[int, int], bytes], num_bytes: int, whole_bytes: int) -> str:
-    """Digest the blocks returned by read_at(count, start)."""
+    """Implement blocks_digest. read_at: function that returns `count` bytes from `start`."""
     digest = hashlib.sha256(num_bytes.to_bytes(8, "big"))
     if num_bytes <= whole_bytes:
         for start in range(0, num_bytes, READ_BYTES):
@@ -215,7 +215,7 @@ def _digest(read_at: Callable[[int, int], bytes], num_bytes: int, whole_bytes: i
 
 
 def sha256(path: Path) -> str:
-    """Compute the SHA-256 of a file in hexadecimal. Raises OSError, and DataError for irregular files."""
+    """Return the SHA-256 of a file in hexadecimal. Raises OSError, and DataError if it is not a regular file."""
     digest = hashlib.sha256()
     with open_regular(path) as file:
         while block := file.read(READ_BYTES):
@@ -240,7 +240,7 @@ def _adapter(expected: object) -> TypeAdapter:
 
 
 class SizedFile(io.RawIOBase):
-    """A file whose size is known before it is read. Subclasses implement readinto to read at _at."""
+    """Base class of seekable files with a known size. Subclasses implement readinto() that reads from self._at."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__()

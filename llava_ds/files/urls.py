@@ -1,4 +1,4 @@
-"""Tell URLs of objects in stores from paths, and resolve paths."""
+"""Distinguish URLs of objects in stores from local paths, and resolve local paths."""
 
 import os
 import re
@@ -10,7 +10,7 @@ URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
 def is_remote(path: str | os.PathLike) -> bool:
-    """True for a URL of a store or server; False for paths, and for file://."""
+    """Return True for a URL of a store or web server, False for a local path or a file:// URL."""
     if not isinstance(path, str) or path.startswith("/"):
         return False
     match = URL.match(path)
@@ -18,12 +18,12 @@ def is_remote(path: str | os.PathLike) -> bool:
 
 
 def real_path(path: str) -> str:
-    """Resolve links in a path; for a URL, strip trailing slashes."""
+    """Return a path with its links resolved, or a URL without trailing slashes."""
     return path.rstrip("/") if is_remote(path) else os.path.realpath(path)
 
 
 def local_path(path: str) -> str:
-    """Resolve ~ and file:// in a path; a store's URL is returned unchanged."""
+    """Return a path with ~ and file:// resolved, or a store's URL unchanged."""
     if is_remote(path):
         return path
     for start in ("file://", "local://"):

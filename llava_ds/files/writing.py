@@ -1,4 +1,4 @@
-"""Write files completely or not at all, and flush them to the disk and hash them during writing."""
+"""Write files completely or not at all, flush them to the disk, and hash them while writing."""
 
 import contextlib
 import errno
@@ -16,8 +16,8 @@ from llava_ds.files.reading import open_regular, sha256
 if TYPE_CHECKING:
     import torch
 
-RUN_FOLDER = "run"  # in --output_dir
-Entry = dict[str, object]  # "bytes" and "sha256" of one file
+RUN_FOLDER = "run"  # name of a run's folder for its own files in --output_dir
+Entry = dict[str, object]  # size ("bytes") and "sha256" of one file
 
 NAME_MAX = 255  # maximum length of a file's name in bytes on Linux file systems
 BUFFER_BYTES = 1 << 20
@@ -34,24 +34,24 @@ REMEDIES = {
 
 
 def run_folder(output_dir: Path) -> Path:
-    """Return the folder of a run's own files, such as metrics.jsonl: output_dir itself for runs of earlier versions."""
+    """Return the folder of a run's own files, such as metrics.jsonl. Earlier versions wrote them to output_dir."""
     is_earlier = any((output_dir / name).exists() for name in ("run.json", "metrics.jsonl"))
     return output_dir if is_earlier else output_dir / RUN_FOLDER
 
 
 def write_whole(path: Path, content: str | Callable[[Path], object], shared: bool = False) -> None:
-    """Replace a file in one rename: readers find all of the old or all of the new file, even after a kill.
+    """Replace a file in one rename, so that readers never find a partly written file, even after a kill.
 
-    content: the text, or a function that writes the file to a path; shared: other processes may write the same file at
-    the same time. Nothing is flushed to the disk. Raises OSError and the function's errors, and leaves the old file
+    content: text, or a function that writes the file to a path; shared: True if other processes may write the same file
+    at the same time. Nothing is flushed to the disk. On OSError, or an error of the function, the old file is
     unchanged.
     """
-    # One name for all starts of a run, so that the next start overwrites the remains of a killed one.
+    # The name is the same at every start, so a start overwrites the temporary file of a killed one.
     mark = f".{os.getpid()}" if shared else ""
     scratch = path.with_name(f".{path.name}{mark}.tmp")
     try:
         if isinstance(content, str):
-            # File names that are not UTF-8 are written as Python's escapes.
+            # File names in the text that are not UTF-8 are written as Python's escapes.
             scratch.write_text(content, encoding="utf-8", errors="backslashreplace")
         else:
             content(scratch)
@@ -63,9 +63,9 @@ def write_whole(path: Path, content: str | Callable[[Path], object], shared: boo
 
 
 def write_output(path: Path, content: str | Callable[[Path], object], flag: str) -> None:
-    """Write a file that the user named with a flag, as write_whole does; a device or pipe is written directly.
+    """Write a file that a flag names, like write_whole; write a device or pipe directly. flag: its name for messages.
 
-    Raises ConfigError if that fails.
+    Raises ConfigError if the file can't be written.
     """
     try:
         # Never rename over /dev/null, or over /dev/stdout (a link to a file).
@@ -83,7 +83,7 @@ def write_output(path: Path, content: str | Callable[[Path], object], flag: str)
 
 
 def path_problem(text: str) -> str | None:
-    """Explain, to follow the flag in a message, why a path is invalid for any file; None if valid."""
+    """Return why a path can't name any file, as text that follows the flag in a message; None if it is valid."""
     if not text:
         return "is empty: name a path, or leave it out"
     if text.startswith("~") and os.path.expanduser(text) == text:
@@ -97,13 +97,13 @@ def path_problem(text: str) -> str | None:
         return f"{in_short(text)}: a name in it has half a character, invalid in file names"
     except (OSError, ValueError) as error:  # ValueError: a null character
         if isinstance(error, PermissionError | NotADirectoryError):
-            return None  # the flag's own check reports a missing file
+            return None  # the code that opens the file reports it
         return f"{in_short(text)}: {getattr(error, 'strerror', None) or error}"
     return None
 
 
 def utf8_problem(text: str) -> str | None:
-    """Explain why libraries that open files themselves can't open this path; None if they can."""
+    """Return why safetensors, tokenizers and pyarrow can't open this path (it is not UTF-8); None if they can."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -113,9 +113,9 @@ def utf8_problem(text: str) -> str | None:
 
 
 def can_be_made(folder: str) -> bool:
-    """True if the folder, or its nearest existing parent, can be written to.
+    """Return True if the folder, or its nearest existing parent, can be written to.
 
-    Tries it with a nameless file: permissions don't reveal /proc or a read-only disk.
+    It creates an unnamed file there, because permissions don't reveal /proc or a read-only disk.
     """
     if path_problem(folder) is not None:
         return False
@@ -127,15 +127,15 @@ def can_be_made(folder: str) -> bool:
 
 
 def nearest_folder(path: str | Path) -> Path:
-    """The folder itself, or the nearest one above it that exists."""
+    """Return the folder if it exists, else its nearest existing parent."""
     path = Path(os.path.expanduser(path)).absolute()
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 class HashedFile:
-    """A file that torch.save can write to.
+    """A file that torch.save can write to, and that is hashed while it is written.
 
-    write() never raises, because torch's C++ writer in between does not survive exceptions. close() raises the error.
+    write() never raises, because torch's C++ writer can't handle exceptions; close() raises the first error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -156,10 +156,10 @@ class HashedFile:
         return size
 
     def flush(self) -> None:
-        """Do nothing: close() flushes once."""
+        """Do nothing, because close() flushes the file."""
 
     def close(self) -> Entry:
-        """Flush everything to the disk. Raises the first OSError of the file."""
+        """Flush the file to the disk, close it, and return its size and hash. Raises the first OSError of any write."""
         try:
             if self.error is None:
                 self._file.flush()
@@ -168,7 +168,7 @@ class HashedFile:
             self.error = error
         try:
             self._file.close()
-        except OSError as error:  # the rest of the buffer can't be written either
+        except OSError as error:  # writing the rest of the buffer failed
             self.error = self.error or error
         if self.error is not None:
             raise self.error
@@ -176,20 +176,20 @@ class HashedFile:
 
 
 def write_file(path: Path, write: Callable[[HashedFile], object]) -> Entry:
-    """Write a file by calling `write` with it, and flush it to the disk. Raises OSError."""
+    """Open a file, call `write` with it, and flush it to the disk. Returns its size and hash. Raises OSError."""
     file = HashedFile(path)
     try:
         write(file)
     except BaseException:
         file.error = file.error or OSError(errno.EIO, "writing it was interrupted")
-        with contextlib.suppress(OSError):  # the other error is the cause
+        with contextlib.suppress(OSError):  # the original error is raised below
             file.close()
         raise
     return file.close()
 
 
 def write_tensors(path: Path, tensors: dict[str, "torch.Tensor"]) -> None:
-    """Write a safetensors file with a new file's usual permissions: safetensors makes it readable only by its owner."""
+    """Write a safetensors file with the usual permissions; safetensors alone makes it readable only by its owner."""
     from safetensors.torch import save_file  # imports torch: takes seconds
 
     path.touch()
@@ -199,7 +199,7 @@ def write_tensors(path: Path, tensors: dict[str, "torch.Tensor"]) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flush a file or a folder's entries to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -208,13 +208,13 @@ def flush(path: Path) -> None:
 
 
 def flush_and_hash(path: Path) -> Entry:
-    """Flush a file written by others to the disk, and hash it."""
+    """Flush an existing file to the disk. Returns its size and hash."""
     flush(path)
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def not_cached(path: Path) -> None:
-    """Drop a flushed file from the page cache, so that the next read comes from the disk."""
+    """Drop a flushed file from the page cache, so that the next read comes from the disk itself."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -223,7 +223,7 @@ def not_cached(path: Path) -> None:
 
 
 def damage(folder: Path, name: str, entry: Entry, hashed: bool = True) -> str | None:
-    """Describe how a file differs from its entry; None if it matches. hashed: read the content, not only the size."""
+    """Describe how a file differs from its entry; None if it matches. hashed: False to compare only the size."""
     try:
         if not (folder / name).resolve().is_relative_to(folder.resolve()):
             return f"{name} is a link to a place outside the checkpoint"
@@ -244,7 +244,7 @@ def damage(folder: Path, name: str, entry: Entry, hashed: bool = True) -> str | 
 
 
 def described(path: Path | str, error: Exception) -> str:
-    """Message about an error of a file, with the remedy."""
+    """Return a message about a file's error, with a remedy if there is one."""
     if not isinstance(error, OSError) or error.errno is None:
         return f"{path}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     remedy = REMEDIES.get(error.errno)

@@ -1,6 +1,6 @@
 # H query heads, K key heads, T tokens of a pack, S of them with a query, L tokens of one sample, R image tokens that
 # see each other, E head width
-"""Attention over samples laid end to end: no sample sees another, and no T x T mask exists."""
+"""Attention over samples laid end to end. Samples don't attend to each other, and no T x T mask is stored."""
 
 import functools
 import importlib
@@ -24,21 +24,21 @@ NAME = "llava_ds_varlen"
 FLEX_NAME = "llava_ds_flex"
 TOWER_NAME = "llava_ds_flash_varlen"  # transformers' towers pass lengths only to attentions with "flash" in their name
 
-# The kernels, best first.
+# The kernels, in order of preference.
 FLASH_3, FLASH_2, TORCH, SEGMENTS = "flash-attn 3", "flash-attn 2", "torch's varlen kernel", "SDPA sample by sample"
 
 HALF = (torch.float16, torch.bfloat16)
-# flash-attn 2 and 3, and torch's kernels (the same code), take head widths in multiples of 8, up to 256.
+# flash-attn 2 and 3, and torch's kernels, which share their code, need head widths that are multiples of 8, up to 256.
 MAX_FUSED_WIDTH, WIDTH_STEP = 256, 8
-# Their backward supports heads of these widths (with dropout, up to MAX_FUSED_WIDTH) on these GPUs only.
+# Their backward for widths from the first to the second (with dropout: to any) needs these compute capabilities.
 CROWDED_WIDTHS, ROOMY_CAPABILITIES = (192, 224), ((8, 0), (9, 0))
 BLOCK = 512  # query block size of the fallback for windows and soft caps
 
 
 class Rule(NamedTuple):
     """Attention options. window: a token sees itself and the window - 1 tokens before it (None: all); causal: False if
-    a token also sees the tokens after it; lengths, own: numbers of keys and of queries per sample, on the host; if
-    None, the fallback waits for the device to read them."""
+    a token also sees the tokens after it; lengths, own: number of keys and of queries per sample, as Python integers.
+    If they are None, the fallback waits for the device to read them."""
 
     scaling: float
     dropout: float = 0.0
@@ -50,10 +50,10 @@ class Rule(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Starts of the samples in queries and keys, (samples + 1,) int32, and the largest number of each.
+    """Boundaries of the samples. queries, keys (samples + 1,) int32: their starts, and the total; max_*: the longest.
 
-    A sample with fewer queries than keys has queries for its last tokens. key_positions (K,) int64: the tokens that are
-    keys; None: all.
+    If a sample has fewer queries than keys, the queries are its last tokens. key_positions (K,) int64: the positions in
+    the pack of the keys; None: all positions.
     """
 
     queries: torch.Tensor
@@ -64,7 +64,7 @@ class Bounds(NamedTuple):
 
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, max_seqlen: int, shared: SharedPrompts | None = None) -> "Bounds":
-        """Return the bounds of a pack: a sample's keys are its tokens, and the prompt that it shares."""
+        """Return the bounds of a pack. A sample's keys are its tokens, after those of the prompt that it shares."""
         if shared is None:
             return cls(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
         return cls(cu_seqlens, shared.cu_keys, max_seqlen, shared.max_keys, shared.keys)
@@ -92,11 +92,11 @@ def varlen_attention(
     """Causal attention within each sample of a pack; with image_blocks, tokens of an image also see each other.
 
     query (1, H, T, E); key and value (1, K, T, E); cu_seqlens (samples + 1,) int32: start of each sample, and T;
-    max_seqlen: tokens of the longest sample. sliding_window and softcap have transformers' meaning: token i sees token
-    j if 0 <= i - j < sliding_window, and a score s becomes softcap * tanh(s / softcap). lengths: of the samples, on the
-    host; without them the fallback waits for the device. shared_prompts: as in Batch.
-    Returns (1, T, H, E), and None for the weights. Raises ConfigError for attention sinks.
-    transformers' AttentionInterface dictates the signature; it forwards the model's own keyword arguments.
+    max_seqlen: tokens of the longest sample. sliding_window and softcap are defined as in transformers: token i sees
+    token j if 0 <= i - j < sliding_window, and a score s becomes softcap * tanh(s / softcap). lengths: tokens of each
+    sample; if None, the fallback waits for the device to read them. shared_prompts: Batch.shared.
+    Returns (1, T, H, E), and None for the attention weights. Raises ConfigError for attention sinks.
+    transformers' AttentionInterface dictates the signature, and passes on keyword arguments given to the model.
     """
     if s_aux is not None:
         raise ConfigError("the language model has attention sinks, and these are not supported: choose another model")
@@ -132,8 +132,8 @@ def tower_attention(
 ) -> tuple[torch.Tensor, None]:
     """Bidirectional attention of a tower within each image or window.
 
-    query, key and value (1, H, T, E); cu_seq_lens_q int32: start of each image or window, and T; max_length_q: patches
-    of the longest. Returns (1, T, H, E), and None for the weights. Signature: see varlen_attention.
+    query, key and value (1, H, T, E); cu_seq_lens_q int32: start of each image or window, and T; max_length_q: most
+    patches of one. Returns (1, T, H, E), and None for the attention weights. Signature: see varlen_attention.
     """
     return attend(query, key, value, Bounds.of(cu_seq_lens_q, max_length_q), Rule(scaling, dropout, causal=False)), None
 
@@ -148,9 +148,9 @@ def flex_attention(
     dropout: float = 0.0,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """tower_attention for SigLIP 2: its layers forward the mask only.
+    """tower_attention for SigLIP 2, whose layers pass on no keyword arguments, only the mask.
 
-    attention_mask: carries (cu_seq_lens_q, max_length_q) instead of a mask. Signature: see varlen_attention.
+    attention_mask: (cu_seq_lens_q, max_length_q) instead of a mask. Signature: see varlen_attention.
     """
     return attend(query, key, value, Bounds.of(*attention_mask), Rule(scaling, dropout, causal=False)), None
 
@@ -163,9 +163,9 @@ def attend(
     rule: Rule,
     query_positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute varlen_attention under a Rule: (1, T, H, E).
+    """Compute attention under a Rule: (1, T, H, E). For the shapes of query, key and value see varlen_attention.
 
-    With query_positions (S,), ascending in T, query is (1, H, S, E), and the result is (1, S, H, E).
+    query_positions (S,), ascending: if given, query (1, H, S, E) has only these positions, and so has the result.
     """
     query, key, value = in_autocast(query, key, value)
     length = key.shape[2]
@@ -175,7 +175,7 @@ def attend(
     if chosen == SEGMENTS:
         return _per_segment(query, key, value, bounds, rule, query_positions)
     if query_positions is not None:
-        # The kernels' causal mask needs as many queries as keys; the extra cost is one layer's attention.
+        # The kernels' causal mask needs as many queries as keys. The extra cost is that of one layer's attention.
         query = _spread(query, query_positions, length)
     out = KERNELS[chosen](query, key, value, bounds, rule)
     return out if query_positions is None else out.index_select(1, query_positions)
@@ -184,9 +184,9 @@ def attend(
 def attend_in_blocks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: ImageBlocks, rule: Rule
 ) -> torch.Tensor:
-    """Attention of the image tokens in blocks: each sees its sample up to the block's end. Returns (1, R, H, E).
+    """Compute the attention of image tokens: each sees its sample up to the end of its image. Returns (1, R, H, E).
 
-    query, key, value: of all tokens, shaped as in varlen_attention. A window limits only how far they see back.
+    query, key, value: of all tokens, shaped as in varlen_attention. A window limits only the tokens before a token.
     Source: transformers' create_masks_for_vision_model.
     """
     query = query.index_select(2, blocks.rows)  # (1, H, R, E)
@@ -200,7 +200,7 @@ def attend_in_blocks(
 
 
 def _chosen_for(query: torch.Tensor, value: torch.Tensor, rule: Rule) -> str:
-    """Choose the kernel for tensors of this device, dtype and width."""
+    """Choose the kernel for these tensors' device, dtype and head width."""
     width = query.shape[-1]
     return _choose(
         query.device.type,
@@ -213,7 +213,7 @@ def _chosen_for(query: torch.Tensor, value: torch.Tensor, rule: Rule) -> str:
 
 
 def in_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast the tensors to autocast's precision, if on: rotary angles have turned half precision into float32."""
+    """Cast tensors to autocast's precision if autocast is on, because the rotary embedding returns float32."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -231,7 +231,7 @@ def _choose(device: str, dtype: torch.dtype, width: int | None, window: bool, so
     return _best_kernel(device, dtype, width, window, softcap, dropout)
 
 
-@functools.cache  # separate, because torch.compile ignores a cache around the function above, with a warning
+@functools.cache  # a separate function, because torch.compile ignores a cache around _choose, with a warning
 def _best_kernel(device: str, dtype: torch.dtype, width: int | None, window: bool, softcap: bool, dropout: bool) -> str:
     return _kernels(device, dtype, width, window, softcap, dropout)[0]
 
@@ -239,9 +239,9 @@ def _best_kernel(device: str, dtype: torch.dtype, width: int | None, window: boo
 def _kernels(
     device: str, dtype: torch.dtype, width: int | None, window: bool, softcap: bool, dropout: bool
 ) -> tuple[str, dict[str, str]]:
-    """Return the best usable kernel, and the reason against each better one.
+    """Return the best usable kernel, and for each better kernel the reason why it is not usable.
 
-    width: of a head; None if queries and values differ in width. window, softcap, dropout: True if the model has one.
+    width: head width; None if queries and values differ in width. window, softcap, dropout: True if the model has one.
     """
     why: dict[str, str] = {}
     for kernel in (FLASH_3, FLASH_2, TORCH):
@@ -287,7 +287,7 @@ def _problem(
 
 
 def _indeterminism(kernel: str) -> str | None:
-    """Return the reason against flash-attn under --deterministic: versions before 2.4.1 lack the option."""
+    """Return why flash-attn can't be used under --deterministic, or None. Versions before 2.4.1 lack the option."""
     if not torch.are_deterministic_algorithms_enabled():
         return None
     module = importlib.import_module("flash_attn_interface" if kernel == FLASH_3 else "flash_attn")
@@ -296,7 +296,7 @@ def _indeterminism(kernel: str) -> str | None:
 
 
 def attention_report(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Describe, in one line, the attention kernels of the language model on a device, and why not better ones."""
+    """Return a line with the language model's attention kernels on a device, and the reasons against better ones."""
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) is not None and (kinds is None or "sliding_attention" in kinds)
     softcap = getattr(config, "attn_logit_softcapping", None) is not None
@@ -315,20 +315,20 @@ def needs_lengths(config: PreTrainedConfig) -> bool:
     return any(head_width(layer) > MAX_FUSED_WIDTH for layer in layer_configs(config))
 
 
-@torch.compiler.disable  # every number of samples and every length would be compiled separately
+@torch.compiler.disable  # otherwise it is recompiled for each number of samples and each length
 def _per_segment(
     query, key, value, given: Bounds, rule: Rule, query_positions: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute attention sample by sample: on the CPU, and on CUDA if no kernel fits.
+    """Compute attention sample by sample, on the CPU and, if no kernel is usable, on CUDA.
 
-    On CUDA it waits for the device once per layer, unless the rule has the lengths of the samples.
+    On CUDA this waits for the device once per layer, unless the rule contains the lengths of the samples.
     """
     lengths = _lengths(given.keys, rule.lengths)
     numbers = lengths if given.queries is given.keys else _lengths(given.queries, rule.own)
     parts = [None] * len(lengths)
     if query_positions is not None:
         bounds = torch.searchsorted(query_positions, given.queries.to(query_positions.dtype)).tolist()
-        # Positions among the sample's keys: the queries are its last tokens.
+        # Convert positions in the pack to positions among the sample's keys.
         shifts = [length - end for length, end in zip(lengths, itertools.accumulate(numbers))]
         parts = [query_positions[i:j] + shift for i, j, shift in zip(bounds, bounds[1:], shifts)]
         numbers = [len(part) for part in parts]
@@ -338,15 +338,15 @@ def _per_segment(
 
 
 def _lengths(starts: torch.Tensor, known: tuple[int, ...] | None) -> list[int]:
-    """Return the known lengths, or those between starts (samples + 1,): reading them may wait for the device."""
+    """Return the given lengths, or compute them from starts (samples + 1,); this may wait for the device."""
     return [end - start for start, end in itertools.pairwise(starts.tolist())] if known is None else list(known)
 
 
 def _sample(query, key, value, rule: Rule, query_positions: torch.Tensor | None = None) -> torch.Tensor:
-    """Attention of one sample, (1, H, queries, E). If torch has no kernel for the rule, computes blocks of queries, so
-    that no L x L matrix is stored.
+    """Compute the attention of one sample, (1, H, queries, E). If torch has no kernel for the rule, compute queries in
+    blocks, to avoid storing an L x L matrix.
 
-    query_positions: positions of the queries in the sample; None: the last ones.
+    query_positions: positions of the queries in the sample; None: its last positions.
     """
     length = key.shape[2]
     window = rule.window if rule.window is not None and rule.window < length else length
@@ -357,7 +357,7 @@ def _sample(query, key, value, rule: Rule, query_positions: torch.Tensor | None 
             return _sdpa(query, key, value, rule)
         if (
             query_positions is not None and 2 * len(query_positions) > length
-        ):  # the causal kernel skips half of the scores, a mask skips none
+        ):  # then the causal kernel is faster than a mask
             query = _spread(query, query_positions, length)
             return _sdpa(query, key, value, rule).index_select(2, query_positions)
     numbers = positions = query_positions
@@ -376,14 +376,14 @@ def _sample(query, key, value, rule: Rule, query_positions: torch.Tensor | None 
         if rule.softcap is None:
             blocks.append(_sdpa(q, k, v, rule, seen))
         else:
-            # Recompute in backward; otherwise every score of every layer would be stored.
+            # Recompute the scores in backward instead of storing those of every layer.
             keep_rng = rule.dropout > 0
             blocks.append(checkpoint(_capped, q, k, v, seen, rule, use_reentrant=False, preserve_rng_state=keep_rng))
     return torch.cat(blocks, 2)
 
 
 def _sdpa(query, key, value, rule: Rule, seen: torch.Tensor | None = None) -> torch.Tensor:
-    """torch's attention of one sample (1, H, queries, E), with the mask seen (queries, keys) or by the rule."""
+    """Compute one sample's attention with SDPA, (1, H, queries, E). seen: mask (queries, keys), None for the rule's."""
     groups = query.shape[1] // key.shape[1]
     width = max(query.shape[3], value.shape[3])
     special = seen is not None or query.shape[3] != value.shape[3]
@@ -402,10 +402,10 @@ def _sdpa(query, key, value, rule: Rule, seen: torch.Tensor | None = None) -> to
 
 
 def _takes_groups(device: str, dtype: torch.dtype, width: int, special: bool) -> bool:
-    """True if SDPA stays memory-efficient when query heads share a key head. special: masked, or of two widths.
+    """True if SDPA is memory-efficient with shared key heads. special: with a mask, or two head widths.
 
-    On CUDA only its flash kernel supports shared heads. Other cases use its memory-efficient kernel, and with shared
-    heads fall back to storing all scores, L x L per head. Source: torch's sdp_utils.cpp, 2.10 to 2.13.
+    On CUDA only SDPA's flash kernel supports shared heads. Where the flash kernel can't be used, SDPA with shared heads
+    stores all scores, L x L per head. Source: torch's sdp_utils.cpp, 2.10 to 2.13.
     """
     if device != "cuda":
         return True
@@ -456,7 +456,7 @@ def _flash_attn_arguments(query, key, value, bounds: Bounds, rule: Rule) -> dict
 def _torch_varlen(query, key, value, bounds: Bounds, rule: Rule) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.10 lacks windows and a scale, and names causal differently.
+    # torch 2.10 has no options for windows and scale, and another name for the causal option.
     if _varlen_takes("window_size"):
         options = {"window_size": _window_size(rule), "scale": rule.scaling}
     else:
@@ -474,7 +474,7 @@ def _torch_varlen(query, key, value, bounds: Bounds, rule: Rule) -> torch.Tensor
 
 @torch.compiler.assume_constant_result
 def _varlen_takes(option: str) -> bool:
-    """True if torch's kernel has the option in this version."""
+    """True if this version of torch's kernel has the option."""
     from torch.nn.attention.varlen import varlen_attn
 
     return option in inspect.signature(varlen_attn).parameters
@@ -486,23 +486,23 @@ KERNELS = {FLASH_3: _flash_attn_3, FLASH_2: _flash_attn_2, TORCH: _torch_varlen}
 def _window_size(rule: Rule) -> tuple[int, int]:
     """Return the kernels' window (left, right): tokens seen before and after a token, -1 for all.
 
-    With fewer queries than keys, kernels treat the queries as the last tokens.
+    If there are fewer queries than keys, the kernels align the queries with the last keys.
     """
     return (-1 if rule.window is None else rule.window - 1), (0 if rule.causal else -1)
 
 
 def register() -> str:
-    """Register the attention with transformers. Returns the name to build a model with.
+    """Register the attention with transformers. Returns its name for attn_implementation.
 
-    Registers no mask function, so that transformers builds no mask and does not wait for the device to find packed
-    samples.
+    No mask function is registered, so transformers builds no mask. To build one, it would wait for the device to find
+    packed samples.
     """
     AttentionInterface.register(NAME, varlen_attention)
     return NAME
 
 
 def register_for_flex() -> str:
-    """Register the attention of a SigLIP 2 on images of any shape. Returns its name; set it as for towers."""
+    """Register SigLIP 2's attention for images of any shape. Returns its name; to set it, see register_for_towers."""
     AttentionInterface.register(FLEX_NAME, flex_attention)
     return FLEX_NAME
 
@@ -510,7 +510,7 @@ def register_for_flex() -> str:
 def register_for_towers() -> str:
     """Register the attention of towers on images of any shape. Returns its name.
 
-    Set it in the configuration of a tower after building it: transformers' constructors refuse it.
+    Set the name in a tower's configuration after the tower is built, because transformers' constructors refuse it.
     """
     AttentionInterface.register(TOWER_NAME, tower_attention)
     return TOWER_NAME

@@ -1,5 +1,5 @@
 # N cells over all images, M x M patches per cell, S side of a cell, C tower width, P patches over all images
-"""SigLIP 2 on images of any shape, laid end to end: no image sees another, and nothing is padded."""
+"""SigLIP 2 on images of any shape, laid end to end without padding. Images don't attend to each other."""
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +34,9 @@ def flex_features(tower: Siglip2VisionModel, cells: torch.Tensor, tower_inputs: 
 
 
 def _positions(tower: Siglip2VisionModel, shapes: tuple[tuple[int, int], ...], side: int) -> torch.Tensor:
-    """Scale the table of positions to the shape of each image: (P, C) float32, cell by cell."""
+    """Scale the position embeddings to the shape of each image. Returns (P, C) float32, cell by cell."""
     embedding = tower.embeddings.position_embedding
-    # Call its forward, so that ZeRO-3 gathers the table.
+    # Call forward instead of reading the weight, because ZeRO-3 gathers weights in forward.
     table = embedding(torch.arange(embedding.num_embeddings, device=embedding.weight.device)).float()
     grid = table.T.unflatten(1, (tower.embeddings.position_embedding_size, -1))[None]  # (1, C, rows, columns)
     scaled = {

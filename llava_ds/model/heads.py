@@ -1,5 +1,5 @@
 # T tokens of all samples laid end to end, S supervised positions, n positions, D language-model width, V vocabulary
-"""Heads: they compute a result from the language model's last hidden states at some positions of a micro-batch."""
+"""Heads compute the result of a forward pass from the last hidden states at some positions of a micro-batch."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -13,25 +13,25 @@ from llava_ds.model.output_loss import linear_log_probs
 
 
 class Head(Protocol):
-    """The result of a forward pass. shortens: True if the last layer may be computed at the head's positions only."""
+    """Computes the result of a forward pass. shortens: the last layer may be computed at the head's positions only."""
 
     shortens: ClassVar[bool]
 
     def positions(self, batch: Batch) -> torch.Tensor:
-        """Return the positions to compute, (n,) in T, ascending where `shortens`."""
+        """Return the positions to compute, indices (n,) into T; ascending if `shortens`."""
         ...
 
     def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> Any:
-        """Compute the result of a LlavaModel from the hidden states (n, D) at the positions."""
+        """Compute the result from the hidden states (n, D) at the positions. model: a LlavaModel."""
         ...
 
 
 @dataclass(frozen=True)
 class SummedLoss:
-    """The weighted sum of the cross-entropy over the supervised positions: a scalar, float32.
+    """Computes the weighted sum of the cross-entropy over the supervised positions, a float32 scalar.
 
-    With num_sources, also the cross-entropy and the number of positions per data source, (2, num_sources) float64,
-    without a gradient.
+    If num_sources is given, it also returns the summed cross-entropy and the number of positions per data source,
+    (2, num_sources) float64, without a gradient.
     """
 
     num_sources: int | None = None
@@ -42,7 +42,7 @@ class SummedLoss:
         return batch.target_positions
 
     def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> Any:
-        """Return the sum, or the sum and its parts by source."""
+        """Return the sum, or the sum and the numbers per source."""
         language_model, hidden = model.language_model, batch.by_target(hidden)
         divisor = logits_divisor(language_model.config)
         hidden = hidden if divisor == 1 else hidden / divisor
@@ -56,7 +56,7 @@ class SummedLoss:
 
 @dataclass(frozen=True)
 class LogProbs:
-    """The log-probability of every target, with logits divided by temperature: (S,) float64."""
+    """Computes the log-probability of every target, with logits divided by temperature: (S,) float64."""
 
     temperature: float = 1.0
     shortens = True
@@ -80,7 +80,7 @@ class LogProbs:
 
 @dataclass(frozen=True)
 class Logits:
-    """Logits at any positions: (n, V)."""
+    """Computes logits (n, V). at (n,): the positions."""
 
     at: torch.Tensor
     shortens = False
@@ -101,7 +101,7 @@ SUMMED = SummedLoss()
 def sum_by_sample(rows: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum values of the supervised positions (S,) over each sample, and count them: (samples,) float64 each.
 
-    The order of summation is fixed, so that the same batch gives the same bits.
+    The order of summation is fixed, so the same batch gives bit-equal sums.
     """
     num_samples = len(batch.cu_seqlens) - 1
     is_of = batch.target_samples == torch.arange(num_samples, device=rows.device)[:, None]  # (samples, S)

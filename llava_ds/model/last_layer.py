@@ -1,8 +1,8 @@
 # T tokens of a pack, S of them with a query, D language-model width, E head width
 """Compute the last decoder layer only at the positions that the loss needs.
 
-Keys and values are computed for all tokens; queries, attention's output and the MLP at these positions only, because
-nothing after the layer mixes tokens.
+Keys and values are computed for all tokens. Queries, the attention output and the MLP are computed at these positions
+only, because no later operation mixes tokens.
 """
 
 import types
@@ -15,15 +15,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from llava_ds.batch import SharedPrompts
 from llava_ds.model.attention import Bounds, Rule, attend
 
-# transformers 5.17 recomputes around the call of a layer, 5.23 inside its forward; shorten() replaces that forward.
+# For checkpointing, transformers 5.17 wraps the layer's __call__, but 5.23 its forward (shorten() replaces it).
 RECOMPUTES_WITHIN = "__call__" not in vars(GradientCheckpointingLayer)
 
 
 def shorten(language_model: nn.Module) -> None:
-    """Let the last layer take query_positions, (S,) ascending, and return (1, S, D) instead of (1, T, D).
+    """Make the last layer accept query_positions, (S,) ascending, with which it returns (1, S, D) instead of (1, T, D).
 
-    For layers like Llama's (probe.py tests it): a norm, attention by q_proj, k_proj, v_proj and o_proj with rotary
-    positions, a norm, an MLP. Without query_positions the layer is unchanged.
+    The layer must be like Llama's (probe.py tests it): a norm, attention with q_proj, k_proj, v_proj, o_proj and rotary
+    positions, a norm and an MLP. Without query_positions the layer computes the same as before.
     """
     layer = [m for m in language_model.base_model.modules() if isinstance(m, GradientCheckpointingLayer)][-1]
     layer.forward = types.MethodType(_forward, layer)
@@ -55,7 +55,7 @@ def _at_queries(
     shared_prompts: SharedPrompts | None = None,
     **_: object,
 ) -> torch.Tensor:
-    """Map (1, T, D) to (1, S, D). Calls the parts as modules: ZeRO-3, adapters and quantization hook into the calls."""
+    """Map (1, T, D) to (1, S, D). Calls submodules, because ZeRO-3, adapters and quantization hook into these calls."""
     attention = layer.self_attn
     normed = layer.input_layernorm(hidden_states)
     at_queries = normed.index_select(1, query_positions)
@@ -82,7 +82,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 def _rule(attention: nn.Module, max_seqlen: int) -> Rule:
-    # The window is an attribute of the layer if it differs between layers, otherwise of the configuration.
+    # If windows differ between layers, the window is an attribute of the layer, otherwise of the configuration.
     holder = attention if hasattr(attention, "sliding_window") else attention.config
     window = getattr(holder, "sliding_window", None)
     return Rule(

@@ -1,6 +1,6 @@
 # T tokens of a pack, N image tiles, P patches each, C tower width, D language-model width, M image positions (F
 # features, the rest newlines), n positions of a head, R pooled features made from up to K features each
-"""Tower, projector and language model composed, run on one micro-batch."""
+"""The LLaVA model: tower, projector and language model, run on one micro-batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,15 +39,15 @@ class LlavaModel(nn.Module):
         self.language_model = language_model
         if value_head is not None:
             self.value_head = value_head
-        self.learning_rate: float | None = None  # rate of a model trained as another's child; None: the parent's
+        self.learning_rate: float | None = None  # own rate if trained as a child model; None: the parent's
         self._knows_lengths = has_state(language_model.config) or attention.needs_lengths(language_model.config)
         self.short_last_layer = False
         output_loss.add_loss(language_model.get_output_embeddings())
 
     def shorten_last_layer(self) -> None:
-        """In training, compute the language model's last layer at the head's positions only.
+        """Compute the language model's last layer at the head's positions only.
 
-        For models whose loss stays the same (probe.py tests it).
+        Call it only for language models whose results don't change by this; probe.py tests it.
         """
         last_layer.shorten(self.language_model)
         self.short_last_layer = True
@@ -58,17 +58,17 @@ class LlavaModel(nn.Module):
         wanted, places = head.positions(batch), options.pop("places", None)  # (n,), (T,)
         wanted = wanted if places is None else places.index_select(0, wanted)
         if self.short_last_layer and head.shortens:
-            # Kernels don't take zero rows: without supervised positions, compute one and drop it.
+            # Kernels don't accept zero rows: if no position is wanted, compute one; end() drops it.
             options["query_positions"] = wanted if len(wanted) else batch.cu_seqlens[:1].long()
         layout = {name: getattr(batch, name) for name in ("position_ids", "cu_seqlens", "max_seqlen")}
-        # Call the trunk only: the language model's own forward passes no targets to the output layer.
+        # Call the trunk, because the language model's forward would not pass targets to the output layer.
         trunk = self.language_model.base_model(inputs_embeds=embeds, use_cache=False, **layout | options)
         hidden = trunk.last_hidden_state  # (1, T, D), or (1, n, D) at query_positions
         return self.end(hidden, batch, head, wanted)
 
     def begin(self, batch: Batch) -> tuple[torch.Tensor, dict[str, object]]:
-        """Return the inputs of the language model's layers: embeddings (1, T, D), and more arguments that extend or
-        replace those of the batch. With "places" (T,), the index of each token's embedding, there are fewer than T."""
+        """Return the language model's inputs: embeddings (1, T, D), and keyword arguments that extend or replace the
+        batch's. If these contain "places" (T,), each token's index into the embeddings, there are fewer than T."""
         options = self.layer_options(batch)
         embeds, deeper = self.embed_deep(batch)
         if deeper:
@@ -76,21 +76,21 @@ class LlavaModel(nn.Module):
         return embeds, options
 
     def end(self, hidden: torch.Tensor, batch: Batch, head: Head, wanted: torch.Tensor) -> Any:
-        """Return the head's result. hidden: (1, T, D), or (1, n, D) at wanted, the head's positions (n,)."""
+        """Return the head's result. wanted (n,): the head's positions; hidden: (1, T, D), or (1, n, D) at `wanted`."""
         short = self.short_last_layer and head.shortens
         hidden = hidden[0, : len(wanted)] if short else hidden[0].index_select(0, wanted)  # (n, D)
         return head(self, hidden, batch)
 
     def layer_options(self, batch: Batch) -> dict[str, object]:
-        """Return extra arguments, about the pack, for layers that need them."""
+        """Return keyword arguments that describe the pack, for language models whose layers need them."""
         options = {"lengths": batch.lengths} if self._knows_lengths else {}
-        if batch.shared is not None:  # unused lengths would only make torch.compile compile again
+        if batch.shared is not None:  # pass no unused lengths: torch.compile would recompile for them
             unread = {} if self._knows_lengths else {"lengths": None, "own": None}
             options["shared_prompts"] = batch.shared._replace(**unread)
         return options | batch.trunk | self.layer_inputs(batch.input_ids, batch.placing.positions)
 
     def layer_inputs(self, input_ids: torch.Tensor, image_positions: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the per-layer embeddings of models that have them, with the padding token's at image positions."""
+        """Return per-layer embeddings, with the padding token's at image positions; {} if the model has none."""
         config = self.language_model.config
         if not has_layer_embeddings(config):
             return {}
@@ -102,10 +102,10 @@ class LlavaModel(nn.Module):
         return self.embed_deep(batch)[0]
 
     def embed_deep(self, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return embed(), and a list of features (M, D) to add at image positions, one per first layer; [] for most
-        models.
+        """Return the result of embed(), and for each of the first layers features (M, D) to add at image positions. For
+        most models this list is empty.
 
-        Tower, projector and newline run exactly once for any batch, so that the collectives of all ranks match; unused
+        Tower, projector and newline run exactly once for any batch, so that all ranks run the same collectives. Unused
         features get a gradient of zero.
         """
         features = self.image_features(batch.pixel_values, batch.tower)  # (N, P, D) or (N, P, K * D)
@@ -113,7 +113,7 @@ class LlavaModel(nn.Module):
         return merge_features(embeds, features, batch.placing, getattr(self, "newline", None))
 
     def image_features(self, pixel_values: torch.Tensor, tower_inputs: dict | None = None) -> torch.Tensor:
-        """Project tiles (N, 3, H, W) uint8 to features (N, P, D). A frozen tower stores nothing for backward."""
+        """Compute projected features (N, P, D) of tiles (N, 3, H, W) uint8. A frozen tower stores no activations."""
         trained = any(p.requires_grad for p in self.vision_tower.parameters())
         with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
             features = self.vision_tower(pixel_values, tower_inputs)  # (N, P, C)
@@ -121,7 +121,7 @@ class LlavaModel(nn.Module):
 
 
 def all_models(model: nn.Module) -> dict[str, LlavaModel]:
-    """Map "" to the model, and names to the models that train as its children."""
+    """Return the model under the name "", and the models that train as its children under their names."""
     children = {name: child for name, child in model.named_children() if isinstance(child, LlavaModel)}
     return {"": model, **children}
 
@@ -134,8 +134,8 @@ def merge_features(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Place the features (N, P, D) of a batch's tiles at their positions in the token embeddings (1, T, D).
 
-    newline: Newline's forward, from F placed features to all M rows; None for models without one. With features
-    (N, P, K * D) the first D are placed, and the other K - 1 blocks (M, D) are returned in a list.
+    newline: appends newlines to F placed features, up to all M rows (Newline.forward); None for models without one.
+    Of features (N, P, K * D), the first D channels are placed, and the K - 1 others are returned as a list of (M, D).
     """
     table = features.flatten(0, 1)  # (N * P, D)
     if len(placing.pool_index):
@@ -152,7 +152,7 @@ def merge_features(
 def _pooled(features: torch.Tensor, placing: Placing) -> torch.Tensor:
     """Pool features (N * P, D) to (R, D) by weighted sum or maximum, in float32.
 
-    Adds one source at a time: all together would need K times the memory of the result.
+    Adds one of the K sources at a time, because gathering all would need K times the memory of the result.
     """
     index, weight = placing.pool_index, placing.pool_weight  # (R, K)
     pooled = torch.zeros(len(index), features.shape[1], dtype=torch.float32, device=features.device)
@@ -163,7 +163,7 @@ def _pooled(features: torch.Tensor, placing: Placing) -> torch.Tensor:
     for k in range(index.shape[1]):
         part = features.index_select(0, index[:, k]).float()  # (R, D)
         pooled = pooled + weight[:, k, None] * part
-        if placing.pools_by_max:  # as in torch's max_pool2d: in a tie the first gets the gradient; NaN propagates
+        if placing.pools_by_max:  # like max_pool2d: the first of equal values gets the gradient; NaN propagates
             largest = torch.where(taken[:, k, None] & ((part > largest) | part.isnan()), part, largest)
     if placing.pools_by_max:
         pooled = torch.where(taken[:, :1], largest, pooled)
@@ -178,14 +178,14 @@ def assemble(
     std: torch.Tensor,
     value_head: bool = False,
 ) -> LlavaModel:
-    """Build the model, uninitialised, in torch's default dtype. mean, std: (3,), for VisionTower; value_head: add
-    one."""
+    """Build the model, uninitialised, in torch's default dtype. mean, std (3,): see VisionTower; value_head: True to
+    add a value head."""
     language_model = AutoModelForCausalLM.from_config(
         text_config, attn_implementation=attention.register(), dtype=torch.get_default_dtype()
     )
     text_part(text_config).assembled(language_model, text_config, args)
     hold_rotary_angles(language_model)
-    language_model.tie_weights()  # from_config ties weights during initialisation, but callers switch that off
+    language_model.tie_weights()  # from_config does so in initialisation, but callers switch that off
     projector = tower.build_projector(args, text_config.hidden_size)
     newline = Newline(text_config.hidden_size) if "unpad" in args.mm_patch_merge_type else None
     head = None

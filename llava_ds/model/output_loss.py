@@ -1,9 +1,9 @@
 # S supervised positions, D width of the language model, V vocabulary
-"""Output layer and cross-entropy fused over chunks of rows: logits never exist for more than a chunk.
+"""Output layer and cross-entropy fused over chunks of rows: memory holds the logits of one chunk only.
 
-The summed loss and its gradients are computed in one pass of three matrix products, as in Liger's linear cross-entropy
-(arXiv 2410.10989), but without waiting for the device to count targets. Row-wise log-probabilities don't know their
-gradient in the forward pass, so backward computes the logits again: four products.
+The forward pass computes the summed loss and its gradients with three matrix products, as in Liger's linear
+cross-entropy (arXiv 2410.10989), but without waiting for the device to count targets. For row-wise log-probabilities,
+the upstream gradients are unknown in the forward pass, so backward computes the logits again: four products.
 """
 
 import types
@@ -12,22 +12,22 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-# Logits per chunk: many on a GPU, because each chunk reads and updates a gradient as large as the output layer; few on
-# a CPU, to fit its caches.
+# Logits per chunk: many on a GPU, because each chunk reads and writes a gradient as large as the output layer; fewer on
+# a CPU, to fit into its caches.
 CHUNK_LOGITS = {"cuda": 2**27, "cpu": 2**22}
-MIN_ROWS = 64  # per chunk, for any vocabulary: smaller products are slow
+MIN_ROWS = 64  # minimum rows per chunk, for vocabularies of any size, because smaller products are slow
 PRODUCT_NUMBERS = 2**25  # elements of the weight's gradient computed in half precision at a time
-# Scale of the logits' gradients (at most 1) in float16: its maximum is 65504, and it rounds values below 6e-8 to 0.
+# Factor of the logits' gradients (at most 1) in float16. float16 ends at 65504, and rounds below 6e-8 to 0.
 FLOAT16_SCALE = 2.0**15
 
 
 def add_loss(output_layer: nn.Linear) -> None:
     """Let the output layer also compute the loss: output_layer(hidden, targets=targets, softcap=cap).
 
-    hidden (S, D); targets (S,) int64. Returns the cross-entropy of its logits: the sum, a float32 scalar, and by row,
-    (S,) float64, without a gradient. row_weights (S,) float32, not negative, multiply the rows. With softcap c, logits
-    x become c * tanh(x / c). With by_row, a function like linear_log_probs, it returns that function's result instead.
-    The loss is a call of the layer, so that ZeRO-3's hooks gather the weight. Without targets the layer is unchanged.
+    hidden (S, D); targets (S,) int64; row_weights (S,) float32, not negative: factors of the rows; softcap c: logits x
+    become c * tanh(x / c); by_row: a function like linear_log_probs, whose result is returned instead of the loss.
+    Returns the summed cross-entropy, a float32 scalar, and the cross-entropy of each row, (S,) float64 without a
+    gradient. The layer itself computes the loss, because ZeRO-3's hooks gather its weight in its forward.
     """
     output_layer.forward = types.MethodType(_forward, output_layer)
 
@@ -48,7 +48,7 @@ def _forward(
     return linear_cross_entropy(hidden, self.weight, targets, softcap, row_weights)
 
 
-@torch.compiler.disable  # each number of chunks would be compiled separately
+@torch.compiler.disable  # otherwise it is recompiled for each number of chunks
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -56,12 +56,12 @@ def linear_cross_entropy(
     softcap: float | None = None,
     row_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of hidden @ weight.T, summed and by row: hidden (S, D), weight (V, D), targets (S,) int64, any S.
+    """Compute the cross-entropy of logits hidden @ weight.T, summed and by row (see add_loss).
 
-    row_weights (S,) float32: factor of each row, 1 without. Computes in the precision of hidden, or autocast's; softmax
-    in float32, its logarithm and the sum of rows in float64, so that the logged loss hardly depends on the division of
-    rows over ranks. Backward can run once. In float16 gradients stay float32 until backward applies the loss scale: the
-    unscaled sum can exceed float16.
+    hidden (S, D), weight (V, D), targets (S,) int64, row_weights (S,) float32; S may be 0. Products are computed in the
+    precision of hidden or autocast, softmax in float32, and its logarithm and the sum over rows in float64, so that the
+    logged loss hardly depends on how rows are divided over ranks. Backward can run only once. With float16, gradients
+    stay in float32 until backward applies the loss scale, because unscaled sums can exceed float16.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -76,10 +76,10 @@ def linear_cross_entropy(
 def linear_log_probs(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float | None = None
 ) -> torch.Tensor:
-    """Log-probabilities of the targets under hidden @ weight.T, (S,) float64; shapes and precision as for the loss.
+    """Compute the targets' log-probabilities, (S,) float64. Shapes and precision: see linear_cross_entropy.
 
-    Backward recomputes each chunk's logits. It keeps the weight itself, not a copy in autocast's precision, so that
-    ZeRO-3 may shard it in between.
+    Backward recomputes the logits of each chunk. It stores the weight itself, not a copy in autocast's precision, so
+    that ZeRO-3 can shard the weight between forward and backward.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -101,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients = LogitGradients(hidden, weight, wants_hidden, wants_weight)
         factors, largest = row_weights, 1.0
         if row_weights is not None and gradients.in_float16 and len(hidden):
-            # Scale the weights to at most 1, so that their products stay in float16's range.
+            # Scale the row weights to at most 1 to keep their products within float16's range.
             largest = row_weights.amax().clamp(min=1.0)
             factors = row_weights / largest
         for start in range(0, len(hidden), rows):
@@ -149,7 +149,7 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, targets = ctx.saved_tensors
         rows, used = chunk_rows(len(weight), hidden.device.type), weight.to(hidden.dtype)
         gradients = LogitGradients(hidden, used, *ctx.needs_input_grad[:2])
-        # Scale the coefficients to at most 1, so that their products stay in float16's range.
+        # Scale the upstream gradients to at most 1 to keep their products within float16's range.
         largest = upstream.abs().amax().clamp(min=torch.finfo(torch.float32).tiny) if len(upstream) else 1.0
         factors = (-upstream / largest)[:, None].to(hidden.dtype)
         for start in range(0, len(hidden), rows):
@@ -164,10 +164,10 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 class LogitGradients:
-    """Sum the gradients of hidden (S, D) and weight (V, D) over chunks of rows, from the logits' gradients.
+    """Computes the gradients of hidden (S, D) and weight (V, D) from the logits' gradients, chunk by chunk.
 
-    In float16 they are float32 and FLOAT16_SCALE times as large; otherwise sums over several chunks are kept in
-    float32, like the sums inside a product.
+    With float16, the gradients are float32 and multiplied by FLOAT16_SCALE. With other dtypes, sums over several chunks
+    are float32, like the sums inside a matrix product.
     """
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, wants_hidden: bool, wants_weight: bool) -> None:
@@ -194,7 +194,7 @@ class LogitGradients:
             _add_product(self._d_weight, d_logits, h)
 
     def summed(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return both gradients; None for an unwanted one."""
+        """Return the gradients of hidden and weight; None for one that is not wanted."""
         if self._d_weight is not None and not self.in_float16:
             self._d_weight = self._d_weight.to(self._weight.dtype)
         return self._d_hidden, self._d_weight
@@ -203,8 +203,8 @@ class LogitGradients:
 def _add_product(d_weight: torch.Tensor, d_logits: torch.Tensor, hidden: torch.Tensor) -> None:
     """Add d_logits.T @ hidden to d_weight (V, D) float32.
 
-    In half precision, adds part of the vocabulary at a time: the product is a separate tensor then, 1.1 GB for 152,000
-    ids and a width of 3,584.
+    In half precision the product is a separate tensor, so it is computed for a part of the vocabulary at a time: the
+    whole would take 1.1 GB for 152,000 ids and a width of 3,584.
     """
     if d_weight.dtype == hidden.dtype:
         d_weight.addmm_(d_logits.T, hidden)
@@ -216,7 +216,7 @@ def _add_product(d_weight: torch.Tensor, d_logits: torch.Tensor, hidden: torch.T
 
 
 def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Multiply two float16 matrices; sums and result are float32."""
+    """Multiply two float16 matrices with float32 accumulation and result."""
     if a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()  # torch takes out_dtype on CUDA only
@@ -227,7 +227,7 @@ def softmax_minus_target(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cross-entropy's gradient, (rows, V) in the logits' precision, and its values, (rows,) float64.
 
-    Overwrites logits. factors (rows,): multiply the gradient. In float16 the gradient is FLOAT16_SCALE times as large.
+    Overwrites logits. factors (rows,): factors of the gradient's rows. In float16 it is multiplied by FLOAT16_SCALE.
     """
     dtype = logits.dtype
     logits = logits.float()

@@ -1,6 +1,6 @@
 # N image tiles, P patches per tile, C tower width, D language-model width, F placed features,
 # K side of a square of patches that becomes one feature
-"""The projector from the tower's features to the language model's embedding space, and the newline after image rows."""
+"""The projector from tower features to the language model's embedding space, and the newline after image rows."""
 
 import math
 import re
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class Projector(nn.Module):
-    """Projector of any kind. Its layers have LLaVA's names after "mm_projector.".
+    """Projector of any kind, (N, P, C) to (N, P, D). Layers have the names that follow "mm_projector." in LLaVA.
 
-    (N, P, C) to (N, P, D); "pooler" makes one feature of 2 x 2 patches, "..._psK" and "..._avgK" one of K x K.
+    "pooler" makes one feature of 2 x 2 patches, "..._psK" and "..._avgK" one of K x K.
     Source: LLaVA-NeXT's build_vision_projector.
     """
 
@@ -36,7 +36,7 @@ class Projector(nn.Module):
 class Newline(nn.Module):
     """The learned embedding after each row of an image (LLaVA's image_newline), initialised as in LLaVA.
 
-    It is a module, so that ZeRO-3 gathers it where it is used.
+    It is a module so that ZeRO-3 gathers it when it is called.
     """
 
     def __init__(self, width: int) -> None:
@@ -44,7 +44,7 @@ class Newline(nn.Module):
         self.embedding = nn.Parameter(torch.randn(width) / width**0.5)
 
     def forward(self, features: torch.Tensor, length: int) -> torch.Tensor:
-        """Append newlines to features (F, D) up to (length, D). Their gradient is one sum in float32."""
+        """Append newlines to features (F, D) up to (length, D). The embedding's gradient is summed in float32."""
         return with_newlines(self.embedding, features, length)
 
 
@@ -54,7 +54,7 @@ def with_newlines(embedding: torch.Tensor, features: torch.Tensor, length: int) 
 
 
 class ResBlock(nn.Module):
-    """LLaVA's SimpleResBlock, (..., D) to (..., D): the norm also applies to the residual."""
+    """LLaVA's SimpleResBlock, (..., D) to (..., D). The residual is added after the norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class ResBlock(nn.Module):
 class Pooler(nn.Module):
     """LLaVA-NeXT's PoolerProjector: a convolution over squares of four patches, (N, P, C) to (N, P/4, D).
 
-    An odd last row and column are left out.
+    If the grid's side is odd, the last row and column are left out.
     """
 
     def __init__(self, tower_width: int, width: int) -> None:
@@ -84,7 +84,7 @@ class Pooler(nn.Module):
 
 
 class Shuffled(nn.Sequential):
-    """Layers after a pixel shuffle, (N, P, C) to (N, P / K**2, D). Their names are the same as without it."""
+    """A pixel shuffle, then layers: (N, P, C) to (N, P / K**2, D). The shuffle does not change the layers' names."""
 
     def __init__(self, stride: int, *layers: nn.Module) -> None:
         super().__init__(*layers)
@@ -95,7 +95,7 @@ class Shuffled(nn.Sequential):
 
 
 class Averaged(nn.Sequential):
-    """Layers after a mean, (N, P, C) to (N, P / K**2, D). Their names are the same as without it."""
+    """A mean over squares, then layers: (N, P, C) to (N, P / K**2, D). The mean does not change the layers' names."""
 
     def __init__(self, stride: int, *layers: nn.Module) -> None:
         super().__init__(*layers)
@@ -108,7 +108,7 @@ class Averaged(nn.Sequential):
 
 
 def space_to_depth(features: torch.Tensor, stride: int) -> torch.Tensor:
-    """Join each square of K x K patches, row by row, to one feature: (N, P, C) to (N, P / K**2, K**2 * C).
+    """Concatenate each square of K x K patches, row by row, to one feature: (N, P, C) to (N, P / K**2, K**2 * C).
 
     Source: transformers' Idefics3Connector.pixel_shuffle.
     """
@@ -158,7 +158,7 @@ def _check_own_shape(_, inputs: tuple, output: torch.Tensor, *, kind: str, strid
 
 
 def square_stride(kind: str) -> int:
-    """Return K of a projector with a pixel shuffle, a mean, or an extension's kind; 1 for others."""
+    """Return K of a projector with a pixel shuffle or a mean, or of an extension's projector; 1 for other kinds."""
     if own := _own_kind(kind):
         return own[0].stride(own[1])
     found = _MLP.fullmatch(kind)
@@ -166,7 +166,7 @@ def square_stride(kind: str) -> int:
 
 
 def _own_kind(kind: str) -> "tuple[ProjectorKind, str] | None":
-    """Return an extension's kind of projector, and the option after a colon; None for the core's kinds."""
+    """Return the extension's projector kind and the text after the colon; None for the core's kinds."""
     name, _, option = kind.partition(":")
     return (choice("mm_projector_type", name), option) if name in values_of("mm_projector_type") else None
 

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TowerPlan:
-    """A tower before it is built.
+    """Plan of a tower.
 
-    config: with all layers; scales: S2's sides in pixels, ascending, () without S2; stride: side, in patches, of the
-    square that becomes one projected feature; cells: tiling of images of any shape, None for squares; second: a tower
-    that sees the same images, its features are appended.
+    config: the tower's configuration with all its layers; scales: S2's sides in pixels, ascending, () without S2;
+    stride: side, in patches, of the square that becomes one projected feature; cells: tiling of images of any shape,
+    None for square images; second: a second tower, whose features are appended to the first tower's.
     """
 
     config: PreTrainedConfig
@@ -42,12 +42,12 @@ class TowerPlan:
     cells: "FlexTiling | None" = None
     second: "TowerPlan | None" = None
     architecture: ClassVar[Architecture | None] = None
-    has_image_blocks: ClassVar[bool] = False  # tokens of an image see each other in the language model
-    blocks_need_windows: ClassVar[bool] = False  # likewise, but only in layers with a window
-    fed_layers: ClassVar[int] = 0  # first layers of the language model after which further features are added
+    has_image_blocks: ClassVar[bool] = False  # True if tokens of an image see each other in the LLM
+    blocks_need_windows: ClassVar[bool] = False  # True if they do so only in layers with a window
+    fed_layers: ClassVar[int] = 0  # number of first LLM layers after which more features are added
 
     def image_options(self, args: Arguments) -> ImageOptions:
-        """Return the image preprocessing for this tower and flags. Raises ConfigError for flags that don't fit it."""
+        """Return the image preprocessing for this tower. Raises ConfigError for flags that it doesn't support."""
         if self.cells is not None:
             from llava_ds.model.open.any_shape import native_options
 
@@ -56,17 +56,17 @@ class TowerPlan:
 
     @property
     def width(self) -> int:
-        """C, the width of a feature."""
+        """C, the width of a feature, over all scales and towers."""
         return self.config.hidden_size * max(1, len(self.scales)) + (self.second.width if self.second else 0)
 
     @property
     def layer_width(self) -> int:
-        """Width of its layers."""
+        """Width of the tower's layers."""
         return self.config.hidden_size
 
     @property
     def mlp_width(self) -> int:
-        """Width of the MLPs in its layers."""
+        """Width of the MLPs in the tower's layers."""
         return tower_family(self.config).mlp_width(self.config)
 
     @property
@@ -76,7 +76,7 @@ class TowerPlan:
 
     @property
     def num_first_tokens(self) -> int:
-        """Number of positions before the patches (class token and registers), used or not."""
+        """Number of positions before the patches: class token and registers, even if they are not used as features."""
         return tower_family(self.config).first_tokens(self.config)
 
     @property
@@ -97,7 +97,7 @@ class TowerPlan:
 
     @property
     def windowed_layers(self) -> int:
-        """Number of layers whose attention is limited to a window: 0."""
+        """Number of layers whose attention is limited to a window; 0 for these towers."""
         return 0
 
     @property
@@ -106,7 +106,7 @@ class TowerPlan:
         return self.stride**2
 
     def runs(self, name: str) -> bool:
-        """True for parameters of layers that run."""
+        """True if the parameter is used when the tower runs up to the selected layer."""
         if name.startswith(SECOND_TOWER):
             return self.second is not None and self.second.runs(name.removeprefix(SECOND_TOWER))
         return runs_in_tower(name, self.num_layers)
@@ -120,7 +120,7 @@ class TowerPlan:
         return build_projector(args.mm_projector_type, self.width, hidden_size)
 
     def patch_embedding(self, tower: nn.Module) -> nn.Module:
-        """Return the first layer of a tower."""
+        """Return a tower's patch embedding."""
         return tower.get_submodule(tower_family(self.config).patch_embedding)
 
 
@@ -136,15 +136,15 @@ def num_running_layers(layers: int, select_layer: int) -> int:
 
 
 class VisionTower(nn.Module):
-    """A tower up to the selected layer. The features are that layer's hidden state.
+    """A tower up to the selected layer, whose hidden state is the features.
 
-    The layers after it, the final norm and the pooling head would never run, so they are not built. Export takes their
+    Later layers, the final norm and the pooling head would never run, so they are not built. Export copies their
     weights from the tower's folder.
     Source: LLaVA's CLIPVisionTower and CLIPVisionTowerS2, LLaVA-NeXT's SigLipVisionTower.
     """
 
     def __init__(self, plan: TowerPlan, mean: torch.Tensor, std: torch.Tensor) -> None:
-        """mean and std: (3,) float32, made outside zero.Init, because it rounds them to the training dtype."""
+        """mean, std: (3,) float32. Create them outside zero.Init: it rounds new tensors to the training dtype."""
         super().__init__()
         self.plan = plan
         config = copy.deepcopy(plan.config)
@@ -152,17 +152,17 @@ class VisionTower(nn.Module):
         for name, value in {**family.settings, "num_hidden_layers": plan.num_layers}.items():
             setattr(config, name, value)
         self.tower = family.model(config)
-        setattr(self.tower, family.norm, nn.Identity())  # makes the last hidden state the selected one
+        setattr(self.tower, family.norm, nn.Identity())  # so that last_hidden_state is the selected one
         if hasattr(self.tower.embeddings, "mask_token"):
             self.tower.embeddings.mask_token = None  # only for pretraining
         if plan.cells is not None:
-            # transformers' own setter would look for this name on the hub.
+            # Don't use transformers' setter: it would look for this name on the hub.
             self.tower.config._attn_implementation = attention.register_for_flex()
         self.register_buffer("mean", mean.view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", std.view(1, 3, 1, 1), persistent=False)
         if plan.second is not None:
-            # zero.Init rounds the results of torch.tensor. The second tower is a child of the first, because all tower
-            # weights are looked up there.
+            # Use torch.from_numpy, because zero.Init rounds the results of torch.tensor. The second tower is a child of
+            # the first, because weights of all towers are looked up in the first.
             colours = (plan.second.images.mean, plan.second.images.std)
             own = (torch.from_numpy(np.array(each, np.float32)).to(mean.device) for each in colours)
             self.tower.second = VisionTower(plan.second, *own)
@@ -174,7 +174,7 @@ class VisionTower(nn.Module):
     def prompt_mask(
         self, config: PreTrainedConfig, embeds: torch.Tensor, mask: torch.Tensor, is_image: torch.Tensor
     ) -> torch.Tensor:
-        """Return the language model's mask of prompts (B, L), 0 at padding. is_image (B, L) bool."""
+        """Return the language model's attention mask for prompts. mask (B, L): 0 at padding; is_image (B, L) bool."""
         return mask
 
     def features(self, pixels: torch.Tensor, tower_inputs: Inputs | None = None) -> torch.Tensor:
@@ -196,7 +196,7 @@ class VisionTower(nn.Module):
             from llava_ds.model.flex_tower import patches_of
 
             patches = patches_of(pixels, self.plan.patch_size)
-            # On the CPU, so that the model reads it without waiting for the device.
+            # Keep this tensor on the CPU, where the model can read it without waiting for the device.
             shapes = torch.tensor([[math.isqrt(patches.shape[1])] * 2] * len(pixels))
             return self.tower(patches, pixel_attention_mask=None, spatial_shapes=shapes).last_hidden_state
         features = self.tower(pixels).last_hidden_state  # class token, registers, patches
@@ -205,8 +205,8 @@ class VisionTower(nn.Module):
 
 
 def multiscale(features_of, pixels: torch.Tensor, scales: tuple[int, ...]) -> torch.Tensor:
-    """S2: scale the image, cut every scale into tiles of the first scale's size, average their features down to the
-    first scale's grid, and concatenate them.
+    """Compute S2's features: scale the image, cut every scale into tiles of the first scale's size, average features
+    down to the first scale's grid, and concatenate the features of all scales.
 
     features_of: maps (N, 3, S, S) to (N, P, C) at the first scale; pixels (N, 3, L, L): images at the last scale.
     Returns (N, P, C * scales). Source: S2 (arXiv 2403.13043), s2wrapper's forward as LLaVA calls it.

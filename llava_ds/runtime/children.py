@@ -1,4 +1,4 @@
-"""Child processes that share a rank's work: they end with the rank, and only then."""
+"""Child processes that share a rank's work. They end only when the rank ends."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ from llava_ds.runtime.processes import end_with_parent
 def begin_helper(parent: int) -> None:
     """Prepare a forked process to end only with its parent. parent: the parent's process id."""
     end_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all; the parent ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to every process; the parent ends this one
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # drop the parent's handler
 
@@ -22,7 +22,7 @@ def begin_helper(parent: int) -> None:
 def in_processes(act: Callable, parts: Sequence) -> list:
     """Call a function on every part, each in its own forked process, and return the values.
 
-    Raises the first error that a process raised, and DataError for a killed process; the others are ended first.
+    On an error, kills the other processes, then raises the process's error, or DataError if the process was killed.
     """
     context, parent, running = multiprocessing.get_context("fork"), os.getpid(), []
 
@@ -69,10 +69,10 @@ def _value_of(answer) -> object:
 
 
 def obey_only_parent(_: int = 0) -> None:
-    """Ignore all signals except the parent's SIGTERM, in a data-loader worker (for torch's worker_init_fn).
+    """Ignore all signals except the parent's SIGTERM. A data-loader worker calls it as torch's worker_init_fn.
 
-    Ctrl-C, a closed terminal and the launchers' SIGTERM reach every process: without this, the rank would lose the
-    batches of its last step.
+    Ctrl-C, a closed terminal and the launchers' SIGTERM reach every process. If they ended the workers, the rank would
+    get no batches for its last step.
     """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

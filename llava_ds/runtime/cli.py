@@ -14,7 +14,7 @@ from llava_ds.runtime.command import begin, exit_with
 from llava_ds.runtime.launchers import free_port
 from llava_ds.runtime.processes import RUNNER_MODULE
 
-# Name: the file in run/, and its purpose.
+# Command name: (file in run/, text for --help).
 COMMANDS = {
     "train": ("train.py", "train on all GPUs of this machine (without one: one process on the CPU)"),
     "evaluate": ("evaluate.py", "score a model on questions that it was not trained on"),
@@ -28,10 +28,10 @@ COMMANDS = {
     "compare": ("compare.py", "compare runs"),
     "verify": ("verify.py", "check which checkpoints are complete"),
 }
-# An extension's script is deleted with the extension.
+# Leave out the scripts of extensions that were deleted.
 COMMANDS = {name: command for name, command in COMMANDS.items() if (RUN / command[0]).exists()}
 LAUNCHED = ("train", "evaluate")  # commands that may run one process per GPU
-RANK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # set by srun and mpirun
+RANK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # number of ranks, set by srun and mpirun
 HELP = ("-h", "--help")
 # Flags of deepspeed's launcher that choose among this machine's GPUs, unless a hostfile names other machines.
 OF_ONE_MACHINE = {"--num_gpus", "--num_accelerators", "--include", "-i", "--exclude", "-e"}
@@ -61,9 +61,9 @@ def run_command() -> None:
 
 
 def split(words: list[str]) -> tuple[list[str], str, list[str]]:
-    """Split the words into the launcher's flags (before the command), the command's name, and its own flags.
+    """Split the words into the launcher's flags (before the command), the command's name, and the command's flags.
 
-    Raises ConfigError if the command is missing, and for launcher flags before a command that is never launched.
+    Raises ConfigError if the command is unknown, or if launcher flags precede a command that needs no launcher.
     """
     at = next((i for i, word in enumerate(words) if word in COMMANDS), None)
     if at is None:
@@ -103,20 +103,20 @@ def _read_early(argv: list[str]) -> None:
 
 
 def launch(script: Path, launcher_flags: list[str], argv: list[str]) -> NoReturn:
-    """Become deepspeed's launcher, at log level error: otherwise it warns about a missing hostfile at every start."""
+    """Replace this process by deepspeed's launcher. Log level error hides its warning about a missing hostfile."""
     import torch
 
     environ = {**os.environ}
     if not torch.accelerator.is_available():
         environ.setdefault("DS_ACCELERATOR", "cpu")  # without it, deepspeed warns that it found no GPU
-    # Not the script `deepspeed`: after pip install --user it is in another folder than the interpreter.
+    # Run the module, because pip install --user puts the script `deepspeed` in a folder that may not be on PATH.
     words = [sys.executable, "-m", RUNNER_MODULE, "--log_level", "error", *port_flags(launcher_flags)]
     words += [*launcher_flags, str(script), *argv]
     os.execve(sys.executable, words, environ)
 
 
 def port_flags(launcher_flags: list[str]) -> list[str]:
-    """Return the flag for a free port, so that runs can share a machine; empty if the user has to choose the port."""
+    """Return --master_port with a free port, for runs that share a machine; empty if there may be several machines."""
     flags = {word.split("=", 1)[0] for word in launcher_flags if word.startswith("-")}
     return ["--master_port", str(free_port())] if flags <= OF_ONE_MACHINE and not HOSTFILE.exists() else []
 

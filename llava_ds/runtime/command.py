@@ -1,4 +1,4 @@
-"""The frame around every command's main(): errors in flags, Ctrl-C, a closed pipe, and exit codes.
+"""Code around every command's main(): handles invalid flags, Ctrl-C, a closed pipe, and exit codes.
 
 A script in run/ calls begin() before the slow imports, and exit_with() at its end.
 """
@@ -25,7 +25,7 @@ ENDING_S = 3.0  # time for child processes to end after SIGTERM
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser without abbreviated flags; its errors are one line with the nearest flag."""
+    """An argument parser that rejects abbreviated flags and names the nearest flag in its one-line errors."""
 
     def __init__(self, **options: object) -> None:
         defaults = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
             return None
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError: argparse would print all flags first."""
+        """Raise ConfigError with the message; argparse would print all flags before it."""
         if found := re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL):
             flag, _, value = found[1].partition(" ")
             known = [option for action in self._actions for option in action.option_strings if takes(action, value)]
@@ -65,14 +65,14 @@ def _unknown(token: str, known: list[str]) -> str:
 
 
 def given_path(text: str) -> str:
-    """The `type=` of a flag that names a file or folder; expands ~."""
+    """Check a path and expand ~, for argparse's `type=`."""
     if problem := path_problem(text):
         raise argparse.ArgumentTypeError(problem)
     return os.path.expanduser(text)
 
 
 def new_folder(text: str) -> str:
-    """Check a flag's output folder, for argparse's `type=`. It does not have to exist."""
+    """Check a path of an output folder, for argparse's `type=`. The folder does not have to exist."""
     if problem := utf8_problem(text):
         raise argparse.ArgumentTypeError(problem)
     if not can_be_made(given_path(text)):
@@ -97,13 +97,13 @@ def load_plugins(args: argparse.Namespace) -> None:
 def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends_without_reader: bool = False) -> None:
     """Prepare this process for a command. Call it before importing libraries that take seconds and print.
 
-    program: name in messages, like "run/chat.py"; reads: parses the flags, so that --help and wrong flags end the
-    process now; ends_without_reader: see keep_streams.
+    program: name in messages, like "run/chat.py". reads: function that parses the flags; --help and invalid flags end
+    the process here. ends_without_reader: see keep_streams.
     """
     keep_streams(ends_without_reader)
     if os.environ.get("HOME") == "":
         del os.environ["HOME"]  # ~ then expands to the home in the system's user database, not to /
-    # Exit directly: nothing is half-written yet, and transformers' lazy modules may turn an exception into ImportError.
+    # Exit, don't raise: no file is half-written, and transformers' lazy modules may turn an exception into ImportError.
     _handle_interrupts(exit_for_interrupt)
     try:
         check_variables(os.environ)
@@ -136,9 +136,9 @@ def exit_with(
 ) -> NoReturn:
     """Run a command and exit with the code that main returns, 0 for None.
 
-    explain: adds to a message about bad input where the values come from.
-    Other exit codes: 2 with one message if the user's input can't be used, memory ran out, or a command that only
-    prints can't write stdout; 130 without a message on Ctrl-C; 1 with a traceback on a failure.
+    explain: extends a message about bad input with the source of the values.
+    Other exit codes: 2 with one message if the user's input can't be used, if memory ran out, or if a command that only
+    prints can't write to stdout; 130 without a message on Ctrl-C; 1 with a traceback for any other error.
     """
     try:
         _handle_interrupts(_raise_interrupt)
@@ -169,14 +169,14 @@ def exit_with(
 
 
 def _of_plugin(error: BaseException) -> str | None:
-    """Describe an error of a --plugin; None for others."""
+    """Describe an error that a --plugin caused; return None for any other error."""
     return calls.error_of_plugin(error) if (calls := sys.modules.get("llava_ds.config.plugin_calls")) else None
 
 
 def exit_for_interrupt() -> NoReturn:
-    """End the child processes, then this one at once.
+    """End the child processes, then this process, without the interpreter's clean-up.
 
-    The interpreter's own exit would wait for threads, and print their errors after Ctrl-C.
+    The clean-up would wait for threads and print their errors.
     """
     import psutil
 
@@ -187,13 +187,13 @@ def exit_for_interrupt() -> NoReturn:
             with contextlib.suppress(psutil.NoSuchProcess):
                 getattr(child, signalled)()
         _, children = psutil.wait_procs(children, timeout=ENDING_S)
-    os._exit(EXIT_INTERRUPTED)  # without a flush: it might print a line twice
+    os._exit(EXIT_INTERRUPTED)  # skips the flush of stdout: it might print a line twice
 
 
 def _handle_interrupts(interrupt: Callable[[], NoReturn]) -> None:
     """Call `interrupt` on the first Ctrl-C, in this process only; exit at once on the second.
 
-    Forked workers ignore Ctrl-C: the terminal sends it to every process, and this one ends them.
+    Forked workers also get the Ctrl-C from the terminal, but ignore it, because this process ends them.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background by a script
         return

@@ -1,6 +1,6 @@
 """--deterministic: GPU kernels that return the same bits for the same inputs.
 
-Without it, the backward of attention and of gathers adds in the order in which thread blocks happen to finish.
+Without it, the backward passes of attention and of gathers add in the order in which thread blocks finish.
 """
 
 import os
@@ -18,9 +18,9 @@ WORKSPACES = (":4096:8", ":16:8")  # the settings with reproducible results (cuB
 def use_deterministic_kernels(environment: MutableMapping[str, str] = os.environ) -> None:
     """Make torch, cuBLAS and cuDNN deterministic; call it before CUDA's first use.
 
-    SDPA's and torch's varlen kernels then take their deterministic backward; an operation without one raises.
-    flash-attn has its own switch (model/attention.py).
-    Raises ConfigError if the user set another cuBLAS workspace.
+    SDPA and torch's varlen attention then use their deterministic backward pass. An operation without a deterministic
+    implementation raises RuntimeError. flash-attn has its own switch (model/attention.py).
+    Raises ConfigError if CUBLAS_WORKSPACE_CONFIG has a value without reproducible results.
     """
     if environment.setdefault(WORKSPACE, WORKSPACES[0]) not in WORKSPACES:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Recognising out-of-memory errors, and describing the use of a device's memory."""
+"""Recognise out-of-memory errors, and describe how much of a device's memory is in use."""
 
 import contextlib
 import errno
@@ -9,7 +9,7 @@ import torch
 from llava_ds.runtime.ranks import local_ranks
 
 GB = 10**9
-NEARLY_FULL = 512 * 10**6  # bytes; with less free, libraries can't allocate their workspaces
+NEARLY_FULL = 512 * 10**6  # bytes; if less is free, libraries can't allocate their workspaces
 # Out-of-memory messages of CUDA, its libraries, NCCL, Triton and torch's CPU allocator.
 SURE = re.compile(
     r"(CUDA|HIP|Cuda|NCCL|nccl|Triton)\b.*out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY"
@@ -18,7 +18,7 @@ SURE = re.compile(
     r"|DefaultCPUAllocator: (can't allocate|not enough) memory|Cannot allocate memory",  # the last: from the system
     re.DOTALL,
 )
-# Messages that a full device causes, but other faults may also cause.
+# Messages that may mean a full device, or another fault.
 LIKELY = re.compile(
     r"CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_NOT_INITIALIZED|CUDNN_STATUS_INTERNAL_ERROR"
     r"|ncclUnhandledCudaError|unhandled cuda error"
@@ -75,7 +75,7 @@ def first_line(error: BaseException) -> str:
 
 
 def without_memory(error: BaseException) -> str:
-    """Return the message of a command that ran out of memory, if nothing more is known."""
+    """Return a general message for a command that ran out of memory."""
     device = torch.device("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
     return (
         f"out of memory on {device}\n  {in_use(device)}: {first_line(error)}\n  nvidia-smi and top show what else "
@@ -85,7 +85,7 @@ def without_memory(error: BaseException) -> str:
 
 
 def free_memory(device: torch.device) -> float:
-    """Free bytes of a GPU, or each rank's share of this machine's available memory."""
+    """Return a GPU's free memory, or on a CPU each rank's share of the available memory, in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     import psutil

@@ -1,4 +1,4 @@
-"""The vendors' figures of GPUs, for MFU and for the estimate of speed.
+"""The vendors' figures for GPUs, used by MFU and by the speed estimate.
 
 Source, unless a comment on the line names another: NVIDIA's data sheets and architecture whitepapers (B200: HGX B200;
 Hopper: H100, H200, H20; Ampere: A100, A800, A30, A40, A10, RTX A6000, GA102; Ada: L4, L40, L40S, RTX 6000 Ada, AD102;
@@ -16,13 +16,13 @@ PCIE3, PCIE4, PCIE5 = 16.0, 32.0, 64.0  # GB/s of 16 lanes, one way
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, by its name in --gpu.
+    """A GPU's figures. name: its name in --gpu. pattern: matches the whole name from torch, without "NVIDIA ".
 
-    pattern: matches the whole name that torch reports after "NVIDIA "; half: TFLOP/s in bf16, or fp16 without bf16;
-    tf32: TFLOP/s, None without TF32; fp32: TFLOP/s without tensor cores; memory: GB; bandwidth: GB/s of the memory;
-    link: GB/s of NVLink, one way, to all GPUs of the node together, None for PCIe (also if bridges join two cards
-    only); pcie: GB/s one way to the CPU; matmul: measured fraction of `half` that the fastest matrix products reach,
-    None if unknown; network: Gbit/s of all network cards of the vendor's 8-GPU node, None if it sells no such node.
+    half: TFLOP/s in bf16, or in fp16 if it lacks bf16. tf32: TFLOP/s, None if it lacks TF32. fp32: TFLOP/s without
+    tensor cores. memory: GB. bandwidth: GB/s of the memory. link: one-way GB/s of NVLink to all GPUs of the node
+    together; None for PCIe, even if NVLink bridges join pairs of cards. pcie: one-way GB/s to the CPU. matmul: measured
+    fraction of `half` that the fastest matrix products reach, None if unknown. network: Gbit/s of all network cards in
+    the vendor's 8-GPU node, None without such a node.
     """
 
     name: str

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from llava_ds.runtime.ranks import format_ranks
 
-SLOW_FACTOR = 1.5  # minimum ratio of its working time to that of other ranks in the same steps
-LEAST_BUSY = 0.5  # minimum busy fraction: a rank that waits more than half of its time slows nobody down
+SLOW_FACTOR = 1.5  # minimum ratio of a slow rank's busy fraction to the median of the other ranks
+LEAST_BUSY = 0.5  # minimum busy fraction: a rank that waits more than half of the time does not slow the others
 
 MOST_IN_A_MESH = 64  # up to this many ranks, every rank hears every other
 PHASES = ("start", "step", "evaluation", "save", "export", "done")
@@ -17,12 +17,12 @@ PHASES = ("start", "step", "evaluation", "save", "export", "done")
 class Beat:
     """The state of a rank.
 
-    phase: one of PHASES; step: the current or last one; seconds: time in this phase and step, or since the last
-    progress in phases other than step; limit: of these seconds, or None; where: innermost line of the main thread;
-    waits: True if that line is in a collective or reads from the device; step_s: seconds in steps so far; busy_s: part
-    of step_s without waiting; ends: reason for ending the run, None if it doesn't; hangs: True if it ends because
-    nothing progresses; leaves: True if it ends on request; queues: True if it queues GPU work (the queue may be full);
-    speaker: rank that prints the end.
+    phase: one of PHASES. step: the current or last optimizer step. seconds: time in this step, or in other phases time
+    since the last progress. limit: maximum of `seconds`, or None. where: innermost line of the main thread. waits: True
+    if that line is in a collective or reads from the device. step_s: seconds in steps so far. busy_s: part of step_s
+    without waiting. ends: reason why this rank ends the run, or None. hangs: True if the reason is a hang. leaves: True
+    if it ends on request. queues: True if it queues GPU work (the queue may be full). speaker: rank that prints the
+    reason.
     """
 
     rank: int
@@ -42,14 +42,14 @@ class Beat:
 
     @property
     def position(self) -> tuple[int, int]:
-        """A key that grows as the run progresses. A save comes after the step of its number."""
+        """A key that grows as the run progresses. A save has the number of the step before it."""
         last = {"start": -1, "step": self.step, "save": self.step}.get(self.phase, 1 << 60)
         return last, PHASES.index(self.phase)
 
 
 @dataclass(frozen=True)
 class Known:
-    """The last known state of a rank. silent_s: since its last beat; state: of its process, "" if normal."""
+    """The last known state of a rank. silent_s: seconds since its last beat; state: process state, "" if normal."""
 
     beat: Beat
     host: str
@@ -59,7 +59,7 @@ class Known:
 
     @property
     def seconds(self) -> float:
-        """Seconds in its phase, as far as is known."""
+        """Seconds without progress, assuming none since the last beat."""
         return self.beat.seconds + self.silent_s
 
     @property
@@ -74,8 +74,8 @@ class Known:
 def late_ranks(known: list[Known], silent_after_s: float) -> tuple[list[Known], str]:
     """Return the ranks that the others wait for, and the evidence.
 
-    In this order: ranks without a sign of life; ranks in an earlier phase or step; ranks that work while others wait or
-    queue GPU work; ranks that queue while others wait. Empty if all ranks wait alike.
+    They are the first group with any ranks: silent ranks; ranks in an earlier phase or step; ranks that work while the
+    rest wait or queue GPU work; ranks that queue while the rest wait. Empty if all ranks wait.
     """
     silent = [each for each in known if each.silent_s > silent_after_s and each.beat.phase != "done"]
     if silent:
@@ -94,7 +94,7 @@ def late_ranks(known: list[Known], silent_after_s: float) -> tuple[list[Known], 
 def standstill(known: list[Known], silent_after_s: float, samples: dict[int, str]) -> str:
     """Return the message when no rank progresses: the late ranks, their work, and the state of the others.
 
-    samples: text about a rank's samples, by rank.
+    samples: description of each late rank's samples, by rank.
     """
     late, how = late_ranks(known, silent_after_s)
     lines = [] if late else [f"the run hangs, and no rank holds up the others: {how}"]

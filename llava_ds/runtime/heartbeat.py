@@ -1,11 +1,11 @@
 """Heartbeats: every rank sends its position in the run to others, even while its main thread hangs.
 
-Sent by UDP, one packet a second: no collective and no server, so that a rank's end never silences the others. A packet
-is JSON and carries this run's secret; other packets are ignored. Up to MOST_IN_A_MESH ranks, every rank hears all. With
-512 ranks that would be a quarter of a million packets a second: beyond the limit a rank sends to the ranks of its
-machine and to WATCHERS watchers; watchers exchange beats with all. Each watcher can judge the run alone; if none is
-left, every rank judges. There are no relays whose end would lose beats. A beat that ends the run always goes to all
-ranks.
+A rank sends one UDP packet a second, without a collective or a server, so a rank that ends never silences the others.
+A packet is JSON and carries this run's secret; packets without it are ignored. Up to MOST_IN_A_MESH ranks, every rank
+sends to all. With 512 ranks that would be a quarter of a million packets a second, so above the limit a rank sends only
+to the ranks of its machine and to WATCHERS watchers that exchange beats with all ranks. Each watcher can judge the
+run alone; if none is left, every rank judges. No beat is relayed through another rank. A beat that ends the run goes
+to all ranks.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from llava_ds.runtime.processes import process_namespace
 from llava_ds.runtime.ranks import Ranks, address_towards, gather, local_ranks
 
 MOST_BYTES = 1400  # bytes in a packet: fits into one Ethernet frame
-MOST_PACKETS = 4096  # packets read at once: flooding the port does not keep the thread busy
+MOST_PACKETS = 4096  # maximum packets per read, so that a flooded port can't keep the thread busy
 RECEIVE_BYTES = 4 * 2**20  # requested; the kernel's default holds 256 packets, and net.core.rmem_max may not allow more
 WATCHERS = 4  # number of watchers in runs of more than MOST_IN_A_MESH ranks
 INTERVAL_S = 1.0  # between two beats of a rank
 
 
 def encoded(beat: Beat, secret: str) -> bytes:
-    """Encode a beat as a packet; texts are shortened if it is too long."""
+    """Encode a beat as a packet, and shorten its texts if the packet is too long."""
     texts = (beat.where[:200], beat.ends and beat.ends[:600])
     packet = json.dumps([secret, *dataclasses.astuple(dataclasses.replace(beat, where=texts[0], ends=texts[1]))])
     if len(packet) <= MOST_BYTES:
@@ -41,7 +41,7 @@ def encoded(beat: Beat, secret: str) -> bytes:
 
 
 def decoded(packet: bytes, secret: str) -> Beat | None:
-    """Decode a packet into its beat; None for anything else that came to the port."""
+    """Decode a packet; return None if it is not a beat of this run."""
     try:
         key, *values = json.loads(packet)
         if not isinstance(key, str) or not secrets.compare_digest(key.encode(), secret.encode()):
@@ -61,24 +61,24 @@ class Peer:
     pid: int
     address: tuple
     family: int
-    namespace: str  # PID namespace: the same if both see the same processes
+    namespace: str  # see process_namespace
 
     @property
     def is_here(self) -> bool:
-        """True if its process is visible from this one."""
+        """True if this process can see the peer's process."""
         return self.namespace != "" and self.namespace == process_namespace()
 
 
 def watchers(world_size: int) -> frozenset[int]:
-    """Return the ranks that hear all: evenly spaced, so on different machines. They include rank 0."""
+    """Return the ranks that hear all ranks: rank 0 and others evenly spaced, so on different machines if possible."""
     count = world_size if world_size <= MOST_IN_A_MESH else WATCHERS
     return frozenset(i * world_size // count for i in range(count))
 
 
 class Peers:
-    """The other ranks: sends to them, receives from them, and notices when their processes are gone.
+    """Sends beats to the other ranks, receives theirs, and notices when their processes are gone.
 
-    watchers: the ranks that hear all; heard_ranks: this rank and the ranks whose beats reach it.
+    watchers: the ranks that hear all ranks. heard_ranks: this rank and the ranks whose beats reach it.
     """
 
     interval_s = INTERVAL_S
@@ -96,12 +96,12 @@ class Peers:
         self.secret = everyone[0][1]
         self.all = [peer for peer, _ in everyone]
         self.watchers = watchers(self.world_size)
-        # Each rank sends first to the next rank: if all send at once, they don't all send to rank 0 first.
+        # Each rank sends to the next rank first; otherwise all ranks might send to rank 0 at the same time.
         others = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
         self._others, listeners = others, self.listeners_of(self.rank)
         self._listeners = [rank for rank in others if rank in listeners]
         self.heard_ranks = frozenset((*self._listeners, self.rank))
-        self._processes: dict[int, int] = {}  # by descriptor; it becomes readable when the process is gone
+        self._processes: dict[int, int] = {}  # pidfd to rank; a pidfd becomes readable when its process is gone
         for rank, peer in enumerate(self.all):
             if rank != ranks.rank and peer.is_here and hasattr(os, "pidfd_open"):
                 with contextlib.suppress(OSError):  # an old kernel, or a system that only resembles Linux
@@ -111,18 +111,18 @@ class Peers:
 
     @property
     def watches(self) -> bool:
-        """True if this rank hears all."""
+        """True if this rank is a watcher."""
         return self.rank in self.watchers
 
     @property
     def first_send_s(self) -> float:
-        """Seconds until the first regular beat, different on each rank: a burst of packets would be lost."""
+        """Seconds until the first regular beat. It differs between ranks, because packets in a burst would be lost."""
         return self.interval_s * (self.rank + 1) / self.world_size
 
     def send(self, beat: Beat) -> None:
-        """Send to the ranks that hear this one; a beat that ends the run goes to all.
+        """Send a beat to the ranks that hear this one, or to all ranks if it ends the run.
 
-        A packet that can't be sent is dropped: the next one follows.
+        A packet that can't be sent is dropped, because the next beat replaces it.
         """
         packet = encoded(beat, self.secret)
         for rank in self._listeners if beat.ends is None else self._others:
@@ -142,7 +142,7 @@ class Peers:
         return [beat for beat in beats if beat is not None and 0 <= beat.rank < self.world_size]
 
     def listeners_of(self, rank: int) -> frozenset[int]:
-        """Return the ranks that hear a rank, and so notice when it is silent or gone."""
+        """Return the ranks that hear a rank, and notice when it falls silent or its process is gone."""
         if rank in self.watchers:
             return frozenset(range(self.world_size))
         here = (other for other, peer in enumerate(self.all) if peer.host == self.all[rank].host)
@@ -165,9 +165,9 @@ class Peers:
         return self._processes.pop(descriptor)
 
     def refusals(self, rank: int) -> tuple[int, int]:
-        """Count the answers about a silent rank: (its machine refuses the port, the network has no route to it).
+        """Probe a silent rank, and return how often (its machine refused the port, the network had no route) so far.
 
-        Call it once a second: answers arrive with a later call.
+        Call it once a second, because the answer to a probe arrives at a later call.
         """
         if rank not in self._probes:
             peer = self.all[rank]
@@ -186,7 +186,7 @@ class Peers:
         return refused, unreachable
 
     def is_back(self, rank: int) -> None:
-        """Forget the answers about a rank that was heard again."""
+        """Reset the counts of refusals() for a rank that was heard again."""
         self._refusals.pop(rank, None)
         if probe := self._probes.pop(rank, None):
             probe.close()

@@ -14,7 +14,7 @@ RANK_NUMBERS = {
     "RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "LOCAL_SIZE": 1, "MASTER_PORT": 1,
 }  # fmt: skip
 LARGEST = {"MASTER_PORT": 65535}
-# The same variables under srun and under Open MPI's mpirun.
+# Names of these variables under srun and under Open MPI's mpirun.
 SRUN = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
 OPEN_MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -27,9 +27,9 @@ OPEN_MPI = {
 def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], str | None]:
     """Return the variables of this rank that its launcher left unset, and a line to print or None.
 
-    Supports deepspeed and torchrun (they set all), srun and Open MPI's mpirun; without a launcher, the process is the
-    only rank. The user's MASTER_ADDR and MASTER_PORT are kept.
-    Raises ConfigError if the launcher sets too few variables.
+    Supports srun, Open MPI's mpirun, and deepspeed and torchrun (they set all variables). Without a launcher, the
+    process is the only rank. Under srun and mpirun, MASTER_ADDR and MASTER_PORT are used if set.
+    Raises ConfigError if the launcher did not set enough variables.
     """
     if "RANK" in environ:
         missing = [name for name in TORCH_VARIABLES if name not in environ]
@@ -54,10 +54,10 @@ def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], str | No
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError, one line each, for rank variables that are malformed or contradict each other.
+    """Raise ConfigError with a line for each rank variable that is malformed or contradicts another.
 
-    Every variable that is set has to be well-formed, because libraries read them as well. A process is a rank if RANK
-    is set, under torch's name or another launcher's.
+    Every variable that is set is checked, because libraries read them as well. A process counts as a rank if RANK or
+    another launcher's name for it is set.
     """
     problems, numbers, names = [], {}, _names(environ)
     own_name = {name: name if name in environ else names.get(name, name) for name in RANK_NUMBERS}
@@ -88,7 +88,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
 
 
 def _names(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the launcher's names of the variables if it does not set RANK itself; empty without a launcher."""
+    """Return SRUN or OPEN_MPI if that launcher started this process; empty if RANK is set, or without a launcher."""
     if "RANK" not in environ:
         for names in (SRUN, OPEN_MPI):
             if number_in(environ, names["WORLD_SIZE"]) > 1:
@@ -97,7 +97,7 @@ def _names(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _note_of_one(environ: Mapping[str, str]) -> str | None:
-    """Return a line for a user who reserved more in Slurm than this one process uses; None otherwise."""
+    """Return a warning if the Slurm job has more tasks or nodes than this one process uses; None otherwise."""
     reserved = {name: number_in(environ, name) for name in ("SLURM_NTASKS", "SLURM_NNODES")}
     name = max(reserved, key=reserved.get)
     if reserved[name] == 1:
@@ -108,9 +108,9 @@ def _note_of_one(environ: Mapping[str, str]) -> str | None:
 
 
 def free_port() -> int:
-    """Return a free port of the loopback interface, below those that the kernel gives to outgoing connections.
+    """Return a free port of the loopback interface.
 
-    An outgoing connection might take a higher port before it is used.
+    It is below the range for outgoing connections that might take the port before the launcher uses it.
     """
     for port in random.SystemRandom().sample(range(15_000, 32_768), 100):
         with contextlib.suppress(OSError), socket.socket() as listener:
@@ -120,7 +120,7 @@ def free_port() -> int:
 
 
 def is_loopback_name(host: str) -> bool:
-    """Return True if a machine's own name resolves to no address that another machine could reach."""
+    """Return True if a host name has only loopback addresses, or none, so other machines can't reach it."""
     try:
         found = socket.getaddrinfo(host, None)
     except OSError:

@@ -1,4 +1,4 @@
-"""The main thread seen from the watchdog's thread: its line, its progress, and the stacks of all threads."""
+"""Inspect the main thread from the watchdog's thread: its current line, its progress, and all threads' stacks."""
 
 import contextlib
 import faulthandler
@@ -17,16 +17,16 @@ from llava_ds.runtime.output import printable
 from llava_ds.runtime.redact import redact
 from llava_ds.runtime.waiting import QUEUE, waits_for
 
-OURS = f"{Path(__file__).resolve().parents[1]}{os.sep}"  # this package; the script that is run counts as well
-WRITING_S = 10.0  # for stacks and messages: the disk may be what hangs
-LEAST_CPU = 0.05  # minimum fraction of a core: the watchdog itself uses less
-LEAST_BYTES = 1_000_000  # minimum bytes between two looks: the watchdog itself reads and writes less
+OURS = f"{Path(__file__).resolve().parents[1]}{os.sep}"  # the package's folder, to find the innermost frame of our code
+WRITING_S = 10.0  # maximum time to write stacks or a message, because the disk itself may hang
+LEAST_CPU = 0.05  # minimum fraction of a core that counts as activity; the watchdog itself uses less
+LEAST_BYTES = 1_000_000  # minimum bytes between two calls that count as activity; the watchdog itself transfers less
 
 
 class Activity:
-    """Processor time and file traffic of this process and its children.
+    """Measures processor time and file traffic of this process and its children.
 
-    on_gpu: ignore this process's own processor time, because CUDA and NCCL spin while waiting.
+    on_gpu: True to ignore this process's own processor time, because CUDA and NCCL spin while waiting.
     """
 
     def __init__(self, on_gpu: bool = False) -> None:
@@ -34,10 +34,10 @@ class Activity:
         self._before = self._used()
 
     def goes_on(self, elapsed_s: float) -> bool:
-        """Return True if more was used since the last call, elapsed_s ago, than a waiting process uses.
+        """Return True if this process and its children did more than an idle process since the last call.
 
-        Then the process makes progress although its main thread stays at one line: in a long call, or waiting for
-        workers.
+        They then make progress even if the main thread stays at one line, in a long call or waiting for workers.
+        elapsed_s: seconds since the last call.
         """
         now = self._used()
         cpu_s, size = (new - old for new, old in zip(now, self._before))
@@ -58,10 +58,10 @@ class Activity:
 
 
 class Sight(NamedTuple):
-    """A thread at one moment.
+    """The state of a thread at one moment.
 
-    where: its innermost line, and the innermost line of this package; waits: True if it is in a collective or marked as
-    waiting; queues: True if it is queuing work for the device; key: changes when it makes progress.
+    where: its innermost line, and the innermost line of our code. waits: True if it is in a collective or marked as
+    waiting. queues: True if it is queuing work for the device. key: position of every frame; differs after progress.
     """
 
     where: str = ""
@@ -71,7 +71,7 @@ class Sight(NamedTuple):
 
 
 def look_at(frame: FrameType | None, thread: threading.Thread) -> Sight:
-    """Look at a thread, given its frame."""
+    """Return the state of a thread. frame: its innermost frame, or None."""
     if frame is None:
         return Sight()
     mark = waits_for(thread)
@@ -99,7 +99,7 @@ def _line(frame: FrameType) -> str:
 
 
 def within(seconds: float, write: Callable[[], None]) -> None:
-    """Call `write`, but wait at most `seconds`: the disk that it writes to may be what hangs."""
+    """Call `write` in a thread, and wait for it at most `seconds`, because the disk may hang."""
 
     def quietly() -> None:
         with contextlib.suppress(OSError, ValueError, IndexError, StopIteration, KeyError):
@@ -111,7 +111,7 @@ def within(seconds: float, write: Callable[[], None]) -> None:
 
 
 def say(text: str) -> None:
-    """Print to stderr, bypassing the buffers that a main thread may hold locked."""
+    """Print to stderr without Python's buffers, whose lock the main thread may hold."""
     line = f"\n{printable(redact(text), keep=chr(10))}\n"  # the progress bar has not ended its line
     within(WRITING_S, lambda: os.write(2, line.encode()))
 
@@ -119,7 +119,7 @@ def say(text: str) -> None:
 def dump_stacks(path: Path, heading: str, name: str) -> None:
     """Write all threads' stacks to a file under a heading; to stderr if the file can't be written.
 
-    name: of this rank, for the message.
+    name: this rank's name in the message.
     """
 
     def write() -> None:
@@ -140,8 +140,8 @@ def dump_stacks(path: Path, heading: str, name: str) -> None:
 def no_collection() -> Iterator[None]:
     """Disable garbage collection within the block.
 
-    Up to CPython 3.11, a collection while another thread's frame object is created may let that thread run on, and its
-    frame is freed (CPython issue 106883).
+    Up to CPython 3.11, a collection during sys._current_frames() may let another thread run and free the frame that is
+    being read (CPython issue 106883).
     """
     collects = gc.isenabled()
     gc.disable()
@@ -156,8 +156,8 @@ def no_collection() -> Iterator[None]:
 def frozen_gc(collect: bool = True) -> Iterator[None]:
     """Exclude all existing objects from garbage collection within the block.
 
-    Libraries create some 300,000 objects; traversing them takes 0.1 s each time, in forked processes as well.
-    collect: collect once before, because existing garbage is otherwise kept until the end of the block.
+    Libraries create about 300,000 objects. Each full collection takes 0.1 s to traverse them, in forked processes too.
+    collect: collect garbage first; otherwise existing garbage stays in memory until the end of the block.
     """
     if collect:
         gc.collect()

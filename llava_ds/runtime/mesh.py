@@ -13,13 +13,13 @@ from llava_ds.constants import ConfigError
 from llava_ds.extensions.base import Axis, MeshPart
 from llava_ds.runtime.ranks import Ranks
 
-Group = torch.distributed.ProcessGroup | None  # None: all ranks, or this one alone, as the field's docstring says
+Group = torch.distributed.ProcessGroup | None  # None: all ranks, or this rank alone, depending on the field
 DATA = "dp"
 
 
 class Place(NamedTuple):
-    """This rank's index on an axis of `size` ranks. group: these ranks' group, None for one rank; divides_model: see
-    Axis."""
+    """This rank's index on an axis of `size` ranks. group: process group of these ranks, None for one rank.
+    divides_model: see Axis."""
 
     index: int = 0
     size: int = 1
@@ -31,10 +31,10 @@ class Place(NamedTuple):
 class Mesh:
     """This rank's place on every axis. Data, gradients and counts follow the mesh; files and messages follow Ranks.
 
-    dp: number of rank groups with different samples; dp_rank: index of this rank's group; places: this rank's place on
-    every other axis, by name; in_data: the same for axes inside dp. shared_host_group: all ranks with the same samples,
-    for tensors on the host. data_group: the ranks that hold the same parameters and parts of matrices; counts, losses
-    and gradients are summed over it (None: all ranks). parts: the extensions' functions for their axes.
+    dp: number of rank groups with different samples. dp_rank: index of this rank's group. places: this rank's place on
+    every axis outside dp, by name. in_data: its place on every axis inside dp. shared_host_group: gloo group of all
+    ranks with the same samples. data_group: group of the ranks that hold the same part of the model, over which counts,
+    losses and gradients are summed (None: all ranks). parts: the extensions' functions for their axes.
     """
 
     dp: int
@@ -47,7 +47,7 @@ class Mesh:
 
     @classmethod
     def of(cls, ranks: Ranks, axes: Sequence[Axis] = (), parts: tuple[MeshPart, ...] = ()) -> "Mesh":
-        """Lay out all ranks, in the axes' order. Collective. Raises ConfigError for axes that don't fit."""
+        """Place all ranks on the axes, in the axes' order. Collective. Raises ConfigError if the sizes don't fit."""
         check_sizes(ranks.world_size, axes)
         inner, axes = [axis for axis in axes if axis.in_data], [axis for axis in axes if not axis.in_data]
         shared = math.prod(axis.size for axis in axes)
@@ -83,7 +83,7 @@ class Mesh:
         )
 
     def at(self, axis: str) -> Place:
-        """Return this rank's place on an axis; index 0 of 1 if the mesh lacks the axis."""
+        """Return this rank's place on an axis; index 0 and size 1 if the mesh lacks the axis."""
         return self.places.get(axis) or self.in_data.get(axis, Place())
 
     @property
@@ -93,7 +93,7 @@ class Mesh:
 
     @property
     def grad_ranks(self) -> int:
-        """Number of ranks over which the engine averages gradients: the factor from its average to the sum."""
+        """Number of ranks over which the engine averages gradients; the average times it is the sum."""
         return self.dp * self.part.size
 
     @property
@@ -115,14 +115,14 @@ class Mesh:
         return any(place.divides_model for place in (*self.places.values(), *self.in_data.values()))
 
     def adapt(self, model: torch.nn.Module) -> None:
-        """Change a model (after its weights are loaded) to accept this rank's part of a micro-batch."""
+        """Change a model in place, after its weights are loaded, to compute this rank's part of a micro-batch."""
         for part in self.parts:
             if part.adapt is not None:
                 part.adapt(model, self)
 
     def complete(self, own: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks that share a micro-batch's tokens. Backward passes the sum's gradient to this rank's
-        part."""
+        """Sum over the ranks that share a micro-batch's tokens. In backward, each rank's summand gets the gradient of
+        the sum."""
         return own if self.part.size == 1 else _SumOver.apply(own, self.part.group)
 
 
@@ -141,7 +141,7 @@ class _SumOver(torch.autograd.Function):
         return upstream, None
 
 
-ALONE = Mesh(1, 0)  # for a single process that trains or reads a model
+ALONE = Mesh(1, 0)  # for a single process
 
 
 def check_sizes(world_size: int, axes: Sequence[Axis]) -> None:

@@ -12,7 +12,7 @@ SCONTROL_S = 30.0
 
 
 def from_srun(environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of one task of a job step. names: srun's.
+    """Return torch's variables for one task of a job step. names: torch's names to srun's.
 
     Source: srun(1), "Output environment variables".
     """
@@ -33,7 +33,7 @@ def from_srun(environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str,
 
 
 def from_open_mpi(environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a rank of Open MPI's mpirun. names: Open MPI's."""
+    """Return torch's variables for a rank of Open MPI's mpirun. names: torch's names to Open MPI's."""
     found = _renamed(environ, names, "mpirun")
     if "MASTER_ADDR" not in environ and found["LOCAL_WORLD_SIZE"] != found["WORLD_SIZE"]:
         raise ConfigError(
@@ -54,7 +54,7 @@ def _renamed(environ: Mapping[str, str], names: Mapping[str, str], launcher: str
 
 
 def first_node(text: str) -> str:
-    """Return the first name of one of Slurm's node lists, as scontrol expands it: gpu03 for gpu[03-04,07],login1.
+    """Return the first node in a Slurm node list, expanded by scontrol: gpu03 for gpu[03-04,07],login1.
 
     Raises ConfigError if scontrol fails, or is missing, as in some containers.
     """
@@ -74,7 +74,7 @@ def first_node(text: str) -> str:
 
 
 def tasks_on(node: int, text: str) -> int:
-    """Return the number of tasks on a node of the step, from Slurm's list: 4(x2),3 means 4, 4, 3."""
+    """Return the number of tasks on a node. node: its index; text: tasks per node; 4(x2),3 means 4, 4, 3."""
     parts = [re.fullmatch(r"([1-9]\d{0,8})(?:\(x([1-9]\d{0,8})\))?", part, re.ASCII) for part in text.split(",")]
     if None in parts:
         raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE is {in_short(text)!r}: expected numbers like 4(x2),3")

@@ -1,4 +1,4 @@
-"""A program's output: from one rank, without secrets, and safe when its reader is gone."""
+"""Program output: printed by one rank, without secrets; writing never fails, even if the reader is gone."""
 
 import contextlib
 import errno
@@ -19,15 +19,15 @@ READER_GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader; a closed term
 class _LastingFile(io.FileIO):
     """A standard stream whose writes never raise.
 
-    When its reader is gone, either later output (also of libraries and child processes) is dropped and the program
-    continues, or the program ends at its next write, as usual. Output that a full disk refuses is lost, and sets
+    If its reader is gone, the program ends at the next write if `ends`; otherwise it continues, and later output, also
+    of libraries and child processes, is dropped. Any other error, like a full disk, drops the output and is stored in
     `failure`.
     """
 
     def __init__(self, descriptor: int, ends: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self.ends = ends
-        self.failure: OSError | None = None  # the first error, for a file with a reader
+        self.failure: OSError | None = None  # the first error other than a missing reader
 
     def write(self, data: bytes) -> int:
         try:
@@ -45,8 +45,8 @@ class _LastingFile(io.FileIO):
 def keep_streams(ends_without_reader: bool) -> None:
     """Replace stdout and stderr by streams whose writes never raise (see _LastingFile).
 
-    A closed standard descriptor is opened on /dev/null first: otherwise the next opened file gets its number, and the
-    output. ends_without_reader: True if the program is useless without a reader of stdout.
+    A closed standard descriptor is first opened on /dev/null. Otherwise the next opened file would get its number, and
+    the output. ends_without_reader: True to exit if stdout has no reader.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -110,7 +110,7 @@ def print_first(*lines: str) -> None:
 
 
 def print_details(*lines: str) -> None:
-    """print_first for lines that only some readers need: without --verbose, training hides them."""
+    """Call print_first for details that training prints only with --verbose."""
     if DETAILS.level <= logging.INFO:
         print_first(*lines)
 
@@ -125,7 +125,7 @@ def _end_bars() -> None:
 def exit_for_failure() -> None:
     """Print the traceback and exit with code 1 at once.
 
-    The interpreter's own exit would wait for threads and connections of other ranks' collectives.
+    The interpreter's clean-up would wait for threads and for collectives with other ranks.
     """
     sys.stdout.flush()
     _end_bars()
@@ -136,16 +136,16 @@ def exit_for_failure() -> None:
 def exit_for_bad_input(error: Exception, program: str) -> None:
     """Print the problem with the user's input once, and exit with code 2.
 
-    The other ranks usually found the same: they wait for the launcher to end them, and print only if it does not.
+    Other ranks usually have the same problem. They wait for the launcher to end them, and print only if it does not.
     """
     rank = env_rank()
     if rank != 0:
-        # Another machine's launcher does not notice rank 0's end: the first rank there prints for its machine.
+        # The launcher of another machine does not notice that rank 0 ended, so the machine's first rank prints there.
         time.sleep(5.0 if os.environ.get("LOCAL_RANK") == "0" else 8.0)
     where = "" if rank == 0 else f" (rank {rank})"
     message = printable(redact(str(error)), keep="\n\t")
     _end_bars()
     print(f"{program}: error{where}: {message}", file=sys.stderr, flush=True)
-    # Not sys.exit: other ranks may be in a collective, and the interpreter's clean-up would wait for it.
+    # sys.exit would run the interpreter's clean-up and wait for collectives of other ranks.
     sys.stdout.flush()
     os._exit(EXIT_BAD_INPUT)

@@ -1,8 +1,8 @@
-"""The lock on --output_dir: one run at a time writes there, on any file system that the machines share.
+"""The lock on --output_dir: only one run at a time writes there. It works on any shared file system.
 
-run.lock names its holder: machine, process, start time. It is created by a hard link and replaced by a rename; both
-are atomic on NFS as well. A holder on this machine is alive if its process is; one on another machine, as long as it
-renews the file.
+run.lock names its holder: machine, process, start time. It is created by a hard link and replaced by a rename, both
+atomic on NFS as well. A holder on this machine counts as alive while its process exists, a holder on another machine
+while it renews the file.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, print_fi
 
 NAME = "run.lock"
 TICK_S, RENEWAL_S = 0.5, 5.0
-SILENT_S = 60.0  # without a renewal, by the file system's clock, a holder on another machine counts as dead
+SILENT_S = 60.0  # a holder on another machine counts as dead after this time without a renewal
 ENDING_S = 900.0  # time to wait for a run that was asked to stop
 LINGERING_S = 90.0  # time to wait for the ranks of a dead run; their watchdogs end them
-SAME_START_S = 5.0  # tolerance between two reads of a process's start time: clocks get adjusted
+SAME_START_S = 5.0  # tolerance between two reads of a process's start time, because clocks get adjusted
 MOST_BYTES = 1 << 20
 
 # Types of the fields in run.lock, checked because anybody may write it and its token becomes part of a file name.
@@ -43,7 +43,7 @@ Text = Annotated[str, Field(max_length=256)]
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A process, distinct from a later process with the same number."""
+    """A process, identified by its PID and start time, because PIDs are reused."""
 
     host: Text
     namespace: Text  # see process_namespace
@@ -62,7 +62,7 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
-        """True if it still runs, for a process of this machine; a later process with its number does not count."""
+        """True if a process of this machine still runs; a later process with the same PID does not count."""
         with contextlib.suppress(psutil.NoSuchProcess):
             found = psutil.Process(self.pid)
             same = abs(found.create_time() - self.started) < SAME_START_S
@@ -74,8 +74,8 @@ class Process:
 class Holder:
     """The content of run.lock.
 
-    ranks: all processes of the run, once they have joined; launcher: rank 0's launcher, by which other ranks recognise
-    it; ending: True if the run was asked to stop.
+    first: process of rank 0. ranks: processes of all ranks, once they have joined. launcher: PID of rank 0's launcher,
+    by which other ranks recognise their run. ending: True if the run was asked to stop.
     """
 
     token: Token
@@ -104,14 +104,14 @@ _HOLDER = TypeAdapter(Holder)
 class OutputLock:
     """The lock, held by rank 0 from before the ranks join until the end of the `with` block.
 
-    After a crash or a kill the file remains, naming a dead process.
+    After a crash or a kill the file remains and names a dead process.
     """
 
     def __init__(self) -> None:
         self._is_ending: Callable[[], bool] = lambda: False
         self._path: Path | None = None
         self._holder: Holder | None = None
-        self._made: list[Path] = []  # created folders, the innermost first
+        self._made: list[Path] = []  # folders that this run created, the innermost first
         self._released = threading.Event()
         self._writing = threading.Lock()  # guards the file and self._holder
         self._thread: threading.Thread | None = None
@@ -124,14 +124,14 @@ class OutputLock:
             self.release()
 
     def set_ending_check(self, is_ending: Callable[[], bool]) -> None:
-        """Set the function that reports, to runs waiting for the lock, that this one was asked to stop."""
+        """Set the function that returns True once this run was asked to stop; runs that wait for the lock see it."""
         self._is_ending = is_ending
 
     def take_early(self, folder: Path) -> None:
         """Take the lock on rank 0 before the ranks join, if all are on this machine; the other ranks wait for it.
 
-        Otherwise a second start with the same port would join the first one's ranks. Raises ConfigError on rank 0 if
-        another run holds the lock.
+        Otherwise a second run started with the same port would join the ranks of the first. Raises ConfigError on rank
+        0 if another run holds the lock.
         """
         variables = {**os.environ, **rank_variables(os.environ)[0]}
         here = int(variables.get("LOCAL_SIZE") or variables.get("LOCAL_WORLD_SIZE") or 1)
@@ -141,10 +141,10 @@ class OutputLock:
             self.take(folder)
         elif (launcher := watch_launcher().above.launcher) is not None:
             while not _is_held_by(folder / NAME, launcher):
-                time.sleep(TICK_S / 2)  # if rank 0 fails, the launcher ends this one
+                time.sleep(TICK_S / 2)  # if rank 0 fails, the launcher ends this rank
 
     def take_together(self, folder: Path, ranks: Ranks) -> None:
-        """Take the lock on rank 0 unless it holds it already, and record all ranks in it. Collective."""
+        """Take the lock on rank 0 if take_early did not, and record all ranks in it. Collective."""
         broadcast_from_first(ranks, lambda: self.take(folder) if self._holder is None else None)
         everyone = gather(Process.current(), ranks)
         if self._holder is not None:
@@ -180,7 +180,7 @@ class OutputLock:
             self._thread.join()
 
     def _acquire(self) -> Holder | None:
-        """Become the holder. Returns the dead holder before this one, if any."""
+        """Become the holder. Returns the previous holder if it died with the lock, else None."""
         token = secrets.token_hex(8)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         mine = Holder(token, Process.current(), since, launcher=watch_launcher().above.launcher)
@@ -198,8 +198,8 @@ class OutputLock:
         return before
 
     def _wait(self, own: Path) -> Holder | None:
-        """Wait until the holder is dead and return it; None if another takes over. Raises ConfigError if it remains
-        alive."""
+        """Wait until the holder is dead, and return it; None if the lock is free or another run took it. Raises
+        ConfigError if the holder stays alive."""
         first, first_time = _read(self._path), _renewed(self._path)
         began, warned = time.monotonic(), False
         while first is not None and (holder := _read(self._path)) is not None and holder.token == first.token:
@@ -209,7 +209,7 @@ class OutputLock:
                 if not lives:
                     return holder
             else:
-                os.utime(own)  # the file system's clock, not this machine's
+                os.utime(own)  # reads the file system's clock: this machine's may differ
                 lives = renewed != first_time
                 if not lives and _renewed(own) - renewed > SILENT_S:
                     return holder
@@ -226,17 +226,17 @@ class OutputLock:
         return None
 
     def _succeed(self, own: Path, dead: Holder) -> bool:
-        """Take over from a dead holder, unless another start does.
+        """Take over the lock from a dead holder; return False if another start did.
 
-        The right to take over is a file named after the dead holder's token; only one start can create it. If that
-        start dies as well, the next file is named after its token.
+        To take over, a start creates a file named after the dead holder's token; only one start can. If that start dies
+        as well, the next one creates a file named after that start's token.
         """
         token, passed = dead.token, []
         while not _create(own, right := self._path.with_name(f"{NAME}.after-{token}")):
             other = _read(right)
             if other is None or not other.is_here or other.first.is_alive:
                 time.sleep(TICK_S / 5)
-                os.utime(own)  # the file system's clock, not this machine's
+                os.utime(own)  # reads the file system's clock: this machine's may differ
                 if other is None or other.is_here or _renewed(own) - _renewed(right) < SILENT_S:
                     return False
             token = other.token
@@ -251,11 +251,11 @@ class OutputLock:
         return True
 
     def _wait_for_ranks(self, before: Holder | None) -> None:
-        """Wait until the other ranks of a dead run have ended: they may still be writing."""
+        """Wait until all ranks of the dead previous run have ended, because they may still be writing."""
         began, warned = time.monotonic(), False
         while left := [each for each in (before.ranks if before else ()) if each.is_here and each.is_alive]:
             if time.monotonic() - began > LINGERING_S:
-                self._rewrite(first=left[0], ranks=tuple(left))  # otherwise other starts would think this one is dead
+                self._rewrite(first=left[0], ranks=tuple(left))  # a living holder, so other starts don't take over
                 self._holder = None
                 pids = " ".join(str(each.pid) for each in left)
                 raise ConfigError(
@@ -270,12 +270,12 @@ class OutputLock:
 
     def _remove_leftovers(self) -> None:
         for path in self._path.parent.glob(f"{NAME}.*"):
-            with contextlib.suppress(OSError, ConfigError):  # a kill leaves only files
+            with contextlib.suppress(OSError, ConfigError):  # ConfigError for anything but a file: no run left it
                 if (other := _read(path)) is not None and other.is_here and not other.first.is_alive:
                     path.unlink()
 
     def _rewrite(self, **changes: object) -> None:
-        """Change the content of the file, if this run still holds it."""
+        """Change fields of run.lock, if this run still holds it."""
         with self._writing:
             if self._released.is_set():
                 return
@@ -292,10 +292,10 @@ class OutputLock:
         return self._path.with_name(f"{NAME}.{self._holder.token}")
 
     def _is_mine(self) -> bool:
-        """Return True if the file exists and belongs to this run. If it belongs to another, exit: both would write.
+        """Return True if run.lock belongs to this run, False if it is gone. If another run took it, exit the process.
 
-        A run that is suspended for longer than SILENT_S (a suspended machine, a network disk that hangs) loses the lock
-        to a start on another machine, so it has to check before it writes.
+        A run that can't renew the file for SILENT_S (a suspended machine, a network disk that hangs) loses the lock to
+        a start on another machine, so it has to check before it writes.
         """
         found = _read(self._path)
         if found is None:  # removed by hand
@@ -311,10 +311,10 @@ class OutputLock:
         return True
 
     def _renew(self) -> None:
-        """Renew the file, in the thread, and record a request to stop; exit if another run holds it."""
+        """Renew run.lock regularly, and record a request to stop; exit if another run took the lock."""
         due, warned = time.monotonic(), False
         while not self._released.wait(TICK_S):
-            with contextlib.suppress(OSError, ConfigError):  # if the disk fails, saves fail as well, with a message
+            with contextlib.suppress(OSError, ConfigError):  # a failing disk is reported by the saves
                 if self._is_ending() and not warned:
                     self._rewrite(ending=True)
                     warned = True
@@ -327,13 +327,13 @@ class OutputLock:
 
 
 def _create(own: Path, path: Path) -> bool:
-    """Link a complete file to `path`, unless that exists; return True on success."""
+    """Create `path` as a hard link to the complete file `own`; return False if `path` exists."""
     try:
         os.link(own, path)
         return True
     except FileExistsError:
         return False
-    except OSError:  # a file system without hard links; or NFS created the link and lost its reply
+    except OSError:  # the file system has no hard links, or NFS created the link and lost the reply
         with contextlib.suppress(OSError):
             if os.path.samefile(own, path):
                 return True
@@ -346,9 +346,9 @@ def _create(own: Path, path: Path) -> bool:
 
 
 def _read(path: Path) -> Holder | None:
-    """Read the holder from a lock file; None without a file. A file that can't be parsed has an unknown holder.
+    """Read the holder from a lock file; None without a file; an unknown holder if the file can't be parsed.
 
-    Raises OSError, and ConfigError for anything but a regular file.
+    Raises OSError if it can't be read, and ConfigError if it is not a regular file.
     """
     try:
         # Opening makes NFS query its server; without O_NONBLOCK, opening a pipe would wait for a writer.
@@ -378,7 +378,7 @@ def _renewed(path: Path) -> float:
 
 
 def _is_held_by(path: Path, launcher: int) -> bool:
-    """Return True if rank 0 of a launcher on this machine holds it. False if it can't be read: rank 0 reports that."""
+    """Return True if rank 0 of this launcher, on this machine, holds the lock. False if it can't be read."""
     with contextlib.suppress(OSError, ConfigError):
         holder = _read(path)
         return holder is not None and holder.is_here and holder.launcher == launcher and holder.first.is_alive

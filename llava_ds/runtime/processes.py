@@ -1,4 +1,4 @@
-"""The processes around a rank: the launchers above it, and how children end with it."""
+"""The processes around a rank: finds the launchers that started it, and ends children together with it."""
 
 import contextlib
 import ctypes
@@ -19,7 +19,7 @@ import psutil
 
 from llava_ds.constants import EXIT_STOPPED
 
-# The modules that start ranks, as given to python -m, and the scripts that run them.
+# Modules that start ranks, as given to python -m, and scripts that run these modules.
 DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
 LAUNCHER_MODULES = {DEEPSPEED_LAUNCHER, "torch.distributed.run", "torch.distributed.launch"}
 LAUNCHER_SCRIPTS = {"torchrun", "accelerate"}
@@ -35,9 +35,9 @@ GONE = "the process that started this run has ended"
 class Above:
     """The launchers above this process.
 
-    links: (child, parent) from this process up to the outermost launcher, empty without a launcher of ranks (a shell
-    may end before its background processes); launcher: this machine's; lost: the reason why one of them must have ended
-    before this process checked, None if none has.
+    links: pairs (child PID, parent PID) from this process up to the outermost launcher; empty without a launcher,
+    because a shell may end before its background processes. launcher: PID of this machine's launcher. lost: evidence
+    that one of the launchers had ended before this process checked, or None.
     """
 
     links: tuple[tuple[int, int], ...] = ()
@@ -46,11 +46,11 @@ class Above:
 
     @property
     def intact(self) -> bool:
-        """True if all of them still run."""
+        """True if all launchers still run."""
         return self.lost is None and all(_parent_of(child) == parent for child, parent in self.links)
 
     def started_s_ago(self, now: float) -> float:
-        """Seconds since the first of them started. now: time.time()."""
+        """Return the seconds since the outermost launcher, or this process, started. now: time.time()."""
         pids = [os.getpid(), *(parent for _, parent in self.links)]
         return now - min(psutil.Process(pid).create_time() for pid in pids)
 
@@ -64,8 +64,8 @@ class Above:
 def look_above(environ: Mapping[str, str] = os.environ) -> Above:
     """Find the launchers of this process by their command lines.
 
-    environ: variables set by deepspeed's launcher and torchrun; they distinguish a launcher that has already ended from
-    a shell. Open MPI's mpirun and Slurm's step daemon are recognised by their variables alone.
+    environ: environment variables. Those set by deepspeed's launcher or torchrun show that a launcher existed even if
+    it has ended. Open MPI's mpirun and Slurm's step daemon are recognised by their variables alone.
     """
     parents, words = _ancestors()
     nearest = next((i for i, line in enumerate(words) if _starts_ranks(line)), None)
@@ -94,18 +94,18 @@ def _ancestors() -> tuple[list[psutil.Process], list[list[str]]]:
                 words.append(_words(parents[-1]))
                 pid = parents[-1].ppid()
             break
-        except psutil.NoSuchProcess:  # it ended meanwhile: this process has another parent now
+        except psutil.NoSuchProcess:  # an ancestor ended, so this process has another parent now
             time.sleep(0.02)
-    # Some may be hidden from this user (the mount option hidepid).
+    # The mount option hidepid may hide some ancestors from this user.
     return parents[: len(words)], words
 
 
 def _ended_launcher(environ: Mapping[str, str], parents: list[psutil.Process], words: list[list[str]]) -> str | None:
-    """Return the evidence of a launcher that has ended; None without any."""
+    """Return a message with the evidence that this process's launcher has ended; None without evidence."""
     remedy = "if it did not start this process, unset"
     if {"RANK", "CROSS_RANK", "LOCAL_SIZE"} <= environ.keys():
         return f"{GONE} (deepspeed's launcher set CROSS_RANK; {remedy} CROSS_RANK)"
-    # Any Python program may run torch's agent; process 1 adopts processes whose parent ended.
+    # Any Python ancestor may be torchrun's agent, except process 1: it adopts processes whose parent ended.
     agents = (process for process, line in zip(parents, words) if process.pid != 1 and _is_python(line))
     if {"RANK", "TORCHELASTIC_RUN_ID"} <= environ.keys() and next(agents, None) is None:
         return f"{GONE} (torchrun set TORCHELASTIC_RUN_ID; {remedy} TORCHELASTIC_RUN_ID)"
@@ -119,9 +119,9 @@ def _is_task(environ: Mapping[str, str]) -> bool:
 
 
 def _is_adopted(process: psutil.Process) -> bool:
-    """Return True if a process has another parent than the one that started it.
+    """Return True if the process that started this one has ended, so its parent is another process now.
 
-    A process started by a shell, ssh or a container's first process leads a group, or is in its parent's session.
+    A process started by a shell, ssh or a container's first process leads a group or shares its parent's session.
     """
     pid, parent = process.pid, process.ppid()
     with contextlib.suppress(OSError, psutil.Error):  # it ended, or its parent is in another namespace
@@ -129,8 +129,8 @@ def _is_adopted(process: psutil.Process) -> bool:
             return False
         if os.getsid(pid) != os.getsid(parent):
             return True
-        # A container's first process shares its session with all others: a shell, an init, or a Python program of the
-        # user's that calls DeepSpeed's runner.
+        # In a container, all processes may share the session of process 1. If that is a Python program, it may have
+        # called DeepSpeed's runner itself; a shell or an init adopted the process.
         return parent == 1 and not _is_python(_words(psutil.Process(1)))
     return False
 
@@ -138,8 +138,8 @@ def _is_adopted(process: psutil.Process) -> bool:
 class LauncherWatch:
     """A thread that checks whether the launchers of this process still run.
 
-    prctl(PR_SET_PDEATHSIG) can't replace it: that signal comes when the thread that started this process ends, even if
-    its process lives on, and the runner above the launcher is not covered.
+    prctl(PR_SET_PDEATHSIG) can't replace it: the kernel sends that signal when the parent's thread ends, even if the
+    parent process lives on, and it does not watch the runner above the launcher.
     """
 
     def __init__(self, above: Above) -> None:
@@ -149,7 +149,7 @@ class LauncherWatch:
         self._thread = threading.Thread(target=self._look, name="launcher-watch", daemon=True)
 
     def start(self) -> "LauncherWatch":
-        """Start the thread. If a launcher is known to be gone, this process exits at once."""
+        """Start the thread. If a launcher had ended before, exit this process at once."""
         if self.above.lost is not None:
             self._on_loss()
         elif self.above.links:
@@ -157,7 +157,7 @@ class LauncherWatch:
         return self
 
     def call(self, on_loss: Callable[[], None]) -> None:
-        """Set the function that the thread calls instead of exiting; called at once if the launchers are gone."""
+        """Set the function that the thread calls instead of exiting; call it now if a launcher has already ended."""
         with self._calling:
             self._on_loss = on_loss
             if self._is_lost:
@@ -176,21 +176,21 @@ class LauncherWatch:
         os._exit(EXIT_STOPPED)
 
 
-@functools.cache  # one per process: it compares with the launchers at the first check
+@functools.cache  # one watch per process: it remembers the launchers found at the first call
 def watch_launcher() -> LauncherWatch:
-    """From now on, exit when a launcher of this process ends; a shell may end."""
+    """Start to watch this process's launchers: when one ends, this process exits. Shells are not watched."""
     return LauncherWatch(look_above()).start()
 
 
 def say_now(line: str) -> None:
-    """Write a line to stderr, unless its reader is gone or too slow: it must not block a thread that exits."""
+    """Write a line to stderr; skip it if the reader is gone or too slow, to never block a thread that exits."""
     with contextlib.suppress(OSError):
         if select.select([], [2], [], 0.0)[1]:
             os.write(2, f"\n{line}\n".encode())
 
 
 def process_namespace() -> str:
-    """Return a name of the PID namespace: processes with the same name see each other. Empty if it can't be read."""
+    """Return an id of this process's PID namespace, in which processes see each other. Empty if it can't be read."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -206,13 +206,13 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def hold(pid: int) -> subprocess.Popen:
-    """Stop a process until this one ends in any way, or until the returned process's stdin is closed."""
+    """Suspend a process. It continues once this process ends in any way, or closes the stdin of the returned one."""
     keeper = subprocess.Popen(
         ["sh", "-c", 'read -r _; kill -CONT "$0"', str(pid)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # signals to this process's group must not reach it
+        start_new_session=True,  # protects it from signals to this process's group
     )
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
@@ -222,7 +222,7 @@ def hold(pid: int) -> subprocess.Popen:
 def end_with_parent(parent: int) -> None:
     """Let the kernel kill this process when the thread that started it ends (Linux only).
 
-    parent: the process that started it; if that has ended already, this one ends now.
+    parent: PID of the process that started this one. If it has ended already, this process ends now.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

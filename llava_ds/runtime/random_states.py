@@ -9,7 +9,7 @@ from llava_ds.constants import DataError
 
 
 def random_states(device: torch.device) -> dict[str, object]:
-    """Return the generators' states as plain numbers and tensors: these load without running pickled code."""
+    """Return the generators' states as numbers and tensors, because these load without running pickled code."""
     name, keys, *rest = np.random.get_state()
     states = {
         "python": random.getstate(),
@@ -22,9 +22,9 @@ def random_states(device: torch.device) -> dict[str, object]:
 
 
 def set_random_states(states: dict[str, object], device: torch.device) -> None:
-    """Set the generators to random_states; a GPU's is unchanged if the states are from a CPU.
+    """Set the generators' states. A GPU's generator is unchanged if the states were saved on a CPU.
 
-    Raises DataError for anything but random_states' result.
+    states: from random_states. Raises DataError if they are malformed.
     """
     try:
         version, words, gauss = states["python"]
@@ -39,7 +39,7 @@ def set_random_states(states: dict[str, object], device: torch.device) -> None:
 
 
 def seed_random_states(seed: int, step: int, rank: int) -> None:
-    """Seed the generators of a rank without saved states: the same at every resume from that step."""
+    """Seed the generators of a rank without saved states, identically at every resume from this step."""
     words = np.random.SeedSequence([seed, step, rank]).generate_state(3)
     random.seed(int(words[0]))
     np.random.seed(words[1])

@@ -1,4 +1,4 @@
-"""The ranks of a run, and their collectives on values, errors and files."""
+"""The ranks of a run, and collectives that share values, errors and access to files."""
 
 import contextlib
 import io
@@ -60,7 +60,7 @@ def local_ranks() -> int:
 
 
 def address_towards(host: str) -> tuple[socket.AddressFamily, str]:
-    """Return the family and address that this machine uses to reach another. Raises OSError without a route."""
+    """Return the family and address of this machine on the route to a host. Raises OSError without a route."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing: it only looks up the route
@@ -95,9 +95,9 @@ def format_ranks(ranks: list[int]) -> str:
 
 
 def check_shared_folder(folder: Path, flag: str, ranks: Ranks, wait_s: float = SHARED_WAIT_S) -> None:
-    """Raise ConfigError on every rank if one of them does not see rank 0's file in the folder. Collective.
+    """Create the folder and a file in it on rank 0, and check that every rank sees the file. Collective.
 
-    Creates the folder, on rank 0.
+    Raises ConfigError on every rank if one does not see it within `wait_s` seconds.
     """
     if ranks.world_size == 1:
         return
@@ -124,7 +124,7 @@ def check_shared_folder(folder: Path, flag: str, ranks: Ranks, wait_s: float = S
 
 
 def barrier(ranks: Ranks) -> None:
-    """Wait until every rank calls it, for as long as reading or writing files takes."""
+    """Wait until every rank calls this, with the long timeout of waits for files."""
     if ranks.world_size > 1:
         torch.distributed.barrier(ranks.patient_group)
 
@@ -133,8 +133,8 @@ def barrier(ranks: Ranks) -> None:
 def first_rank_first(ranks: Ranks) -> Iterator[None]:
     """Let rank 0 through first, then the first rank of every other machine, then all others.
 
-    Later ranks find in a cache the files that earlier ones wrote, on shared disks and on local ones. A user's error on
-    one rank is raised on every rank, so that no rank is left in a collective.
+    Ranks that come later can use cached files that earlier ranks wrote, on shared and on local disks. A ConfigError or
+    DataError on one rank is raised on every rank, so no rank waits in a collective.
     """
     turn = 0 if ranks.is_first else 1 if ranks.local_rank == 0 else 2
     for _ in range(turn):
@@ -149,7 +149,7 @@ def first_rank_first(ranks: Ranks) -> Iterator[None]:
 
 
 def broadcast_from_first(ranks: Ranks, compute: Callable[[], T]) -> T:
-    """Return the function's value on rank 0 to every rank; its error is raised on every rank."""
+    """Call the function on rank 0, and return its value on every rank. Raises its ConfigError or DataError on all."""
     if ranks.world_size == 1:
         return compute()
     answer: list[object] = [None]
@@ -161,9 +161,9 @@ def broadcast_from_first(ranks: Ranks, compute: Callable[[], T]) -> T:
 
 
 def on_every_rank(ranks: Ranks, compute: Callable[[], T]) -> T:
-    """Return each rank's own value of the function. Collective.
+    """Call the function on every rank, and return this rank's value. Collective.
 
-    A user's error on one rank is raised on all, with the name of its machine.
+    A ConfigError or DataError on one rank is raised on all ranks, with the name of its machine.
     """
     answer, problem = None, None
     try:
@@ -189,26 +189,26 @@ def gather(value: T, ranks: Ranks) -> list[T]:
 
 
 def _share_error(error: Exception | None, ranks: Ranks) -> None:
-    """End a turn: raise the error of the first rank that has one, on the ranks without. Collective."""
+    """Exchange errors at the end of a turn: ranks without an error raise the first rank's error. Collective."""
     everyone = gather((error, socket.gethostname()), ranks)
     if error is not None:
-        return  # the caller raises its own
+        return  # the caller raises this rank's error
     for rank, (met, host) in enumerate(everyone):
         if met is not None:
             raise met if rank == 0 else type(met)(f"on rank {rank} ({host}): {met}")
 
 
 def quiet_libraries(verbose: bool = False) -> None:
-    """Silence print_details, and the start-up messages of DeepSpeed and transformers; warnings and errors remain.
+    """Silence print_details and the start-up messages of DeepSpeed and transformers, but not warnings and errors.
 
-    Rank 0 alone prints Python's warnings, because all ranks have the same. verbose: silence nothing.
+    Python's warnings are printed by rank 0 only, because all ranks have the same. verbose: silence nothing.
     """
     import logging
     import warnings
 
     import transformers
 
-    # One process per core tokenizes: more threads in each would only compete.
+    # One process per core tokenizes, so additional threads would only compete for the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     DETAILS.setLevel(logging.INFO if verbose else logging.WARNING)
     if verbose:
@@ -228,7 +228,7 @@ def quiet_libraries(verbose: bool = False) -> None:
 
 
 class _LogFile(io.TextIOBase):
-    """Stderr without a terminal, for a bar: its states are lines, and none is cleared for other output."""
+    """Stream for tqdm if stderr is not a terminal: prints each state of the bar as a line, and clears none."""
 
     encoding = "utf-8"
 

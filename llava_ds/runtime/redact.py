@@ -1,14 +1,14 @@
-"""Removal of secrets from output: tokens and passwords in flags, settings, addresses and variables."""
+"""Remove secrets from output: tokens and passwords in flags, settings, addresses and environment variables."""
 
 import os
 import re
 from collections.abc import Mapping
 
 HIDDEN = "<redacted>"
-LEAST_CHARACTERS = 8  # minimum length of a variable's value: a shorter one would match inside ordinary words
+LEAST_CHARACTERS = 8  # minimum length of a variable's value to redact; a shorter one would match inside ordinary words
 
 _SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-# Whole words of a flag's or setting's name: --hub_token and api_key, but not tokens_per_micro_batch.
+# These match whole words of a name: --hub_token and api_key, but not tokens_per_micro_batch.
 _SECRET_WORDS = {
     "token", "key", "keys", "apikey", "secret", "secrets", "password", "passwd", "passphrase", "credential",
     "credentials",
@@ -25,11 +25,11 @@ _PATTERNS = [
 
 
 def redact(value: object, environ: Mapping[str, str] = os.environ) -> object:
-    """Return the same text, list or dict with every secret replaced by <redacted>.
+    """Return a copy of a text, list or dict with every secret replaced by <redacted>.
 
-    Secrets: the value of a flag or key whose name has the word token, key, secret, password or credential; the value of
-    an environment variable with one of these anywhere in its name; user and password in an address; and anything that
-    looks like a token of the usual services. Other values are unchanged.
+    Secrets are: the value of a flag or key whose name has the word token, key, secret, password or credential; the
+    value of an environment variable with one of these anywhere in its name; user and password in an address; and text
+    that looks like a token of common services.
     """
     secrets = [
         text

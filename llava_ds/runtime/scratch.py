@@ -1,4 +1,4 @@
-"""Scratch folders among a user's files: the next start removes the folders that killed processes left."""
+"""Scratch folders among a user's files. A new one removes those that killed processes left."""
 
 import contextlib
 import hashlib
@@ -12,15 +12,15 @@ from pathlib import Path
 
 from llava_ds.runtime.output_lock import Process
 
-OTHERS_AGE_S = 24 * 3600  # without a write for this long, another machine's folder counts as abandoned
+OTHERS_AGE_S = 24 * 3600  # another machine's folder counts as abandoned after this time without a write
 _STAMP = re.compile(r"([0-9a-f]{12})-(\d{1,10})-(\d{1,12})-")
 
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str, parent: Path) -> Iterator[Path]:
-    """Create a folder in `parent` and delete it at the end of the block; its name has the prefix and names its process.
+    """Create a folder in `parent`, and delete it at the end of the block. Its name is the prefix and a process id.
 
-    First deletes the folders of this prefix that killed processes left. Raises OSError if the folder can't be created.
+    First deletes folders with this prefix that killed processes left. Raises OSError if the folder can't be created.
     """
     _remove_leftovers(prefix, parent)
     own = Process.current()
@@ -47,5 +47,5 @@ def _is_left(folder: Path, rest: str) -> bool:
 
 
 def _machine(process: Process) -> str:
-    """Return a word that identifies the PID namespace of this process."""
+    """Return a hash that identifies the PID namespace of a process."""
     return hashlib.sha256((process.namespace or process.host).encode()).hexdigest()[:12]

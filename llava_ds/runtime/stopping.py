@@ -1,8 +1,8 @@
 """Stopping a run on request: all ranks save at the same step boundary and exit.
 
-A request is SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank, the end of the process that started them, or
---max_run_time. A thread reads the signals: a main thread inside a collective would not notice the second one, and the
-second one has to end the process at once.
+A request is SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank, the end of the process that started the ranks, or the end
+of --max_run_time. A thread reads the signals, because a second signal has to end the process at once, even if the main
+thread is inside a collective.
 """
 
 import contextlib
@@ -37,18 +37,18 @@ from llava_ds.runtime.ranks import Ranks, barrier, print_first
 from llava_ds.runtime.waiting import waiting
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # SIGHUP: the terminal was closed
-LAUNCHER_GONE, TIME_IS_OVER = 101, 102  # requests other than signals, above all signal numbers
-# One Ctrl-C arrives twice, from the terminal and as SIGTERM from the launcher; so does a signal to the process group.
+LAUNCHER_GONE, TIME_IS_OVER = 101, 102  # requests that are not signals; larger than every signal number
+# Signals within this time are one request: a Ctrl-C arrives from the terminal and as SIGTERM from the launcher.
 SAME_REQUEST_S = 2.0
 WAIT_S = 1.0  # time for the other tasks to end
-HOLD_S = 900.0  # maximum time to stop a launcher; afterwards it may kill a run that reaches no step boundary
-PATIENCE = timedelta(hours=12)  # as in all waits during which a rank may be writing files
+HOLD_S = 900.0  # maximum time to suspend a launcher; then it may kill a run that reaches no step boundary
+PATIENCE = timedelta(hours=12)  # timeout of all waits during which a rank may be writing files
 LEAVING_S, LEAVING = 20.0, 0.1  # reserve for the report and the end of processes, at most this fraction of the limit
 UNKNOWN_SAVE = 0.05  # fraction of --max_run_time reserved for a save until one has been timed
 
 
 class Phase(Enum):
-    """The effect of a request."""
+    """The effect of a request at this point of the run."""
 
     LEAVES = "everything is on disk: the process exits at once"
     SAVES = "the ranks agree on it, and stop at a step boundary"
@@ -57,10 +57,10 @@ class Phase(Enum):
 
 
 class Agreement:
-    """The maximum of one number per rank, known to all one step later, without waiting for any device.
+    """Computes the maximum of one number per rank, available one step later, without waiting for a device.
 
-    Each call starts a reduction over gloo, in a group of its own, and finishes the reduction of the previous call,
-    which is done by then unless a rank is a whole step late.
+    Each call finishes the reduction that the previous call started, and starts the next. The reductions use a separate
+    gloo group. Finishing one takes no time unless a rank is a whole step late.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -70,7 +70,7 @@ class Agreement:
         self._begun: tuple[torch.distributed.Work, np.ndarray] | None = None
 
     def exchange(self, mine: int) -> int:
-        """Return the maximum of the previous call; 0 at first. For a single rank: the number itself."""
+        """Return the maximum over ranks of the previous call's `mine`; 0 at first. A single rank gets `mine` back."""
         if self._group is None:
             return mine
         agreed = self.close()
@@ -83,7 +83,7 @@ class Agreement:
         return agreed
 
     def close(self) -> int:
-        """Finish the last reduction, and return its number. Collective."""
+        """Finish the reduction in progress, and return its maximum; 0 without one. Collective."""
         if self._begun is None:
             return 0
         (work, values), self._begun = self._begun, None
@@ -98,8 +98,8 @@ class Stopping:
     def __init__(
         self, watch: LauncherWatch | None = None, on_leaving: Callable[[str], None] = lambda reason: None
     ) -> None:
-        """watch: LauncherWatch, by default this process's; on_leaving: called with the reason before an immediate
-        exit."""
+        """watch: None to use this process's LauncherWatch; on_leaving: function called with the reason before an
+        immediate exit."""
         self._watch, self._on_leaving = watch, on_leaving
         self._phase = Phase.LEAVES
         self._asked = 0  # the first request: a signal's number, LAUNCHER_GONE or TIME_IS_OVER
@@ -112,11 +112,11 @@ class Stopping:
         self._started_s = time.monotonic()
         self._limit_s: float | None = None
         self._longest_step_s, self._longest_save_s, self._num_steps = 0.0, None, 0
-        # srun --kill-on-bad-exit kills the other tasks as soon as one fails, and reports that task's exit as the job's.
+        # With srun --kill-on-bad-exit, the first task that fails ends the others, and its exit code is the job's.
         self._one_code = "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ
 
     def __enter__(self) -> "Stopping":
-        """Install the signal handlers, from the main thread; before training, a signal ends this process at once."""
+        """Install the signal handlers, from the main thread. Until training() is entered, a signal ends the process."""
         self._watch = self._watch or watch_launcher()
         self._above = self._watch.above
         self._started_s = time.monotonic() - self._above.started_s_ago(time.time())
@@ -125,7 +125,7 @@ class Stopping:
             os.set_blocking(end, False)
         self._pipe = (reader, writer)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        # nohup ignores SIGHUP: that run is to outlive its terminal.
+        # Under nohup SIGHUP is ignored, because the run has to outlive its terminal.
         is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         heard = [number for number in REQUESTS if not (number == signal.SIGHUP and is_nohup)]
         self._before = {number: signal.signal(number, lambda *_: None) for number in heard}
@@ -148,7 +148,7 @@ class Stopping:
 
     @contextlib.contextmanager
     def training(self, max_run_time: str | None, ranks: Ranks) -> Iterator[None]:
-        """Let requests wait for a step boundary within the block. Collective."""
+        """Handle requests at step boundaries within the block. Collective."""
         self._agreement = Agreement(ranks)
         self._limit_s = None if max_run_time is None else seconds_of(max_run_time)
         self._local_rank, self._rank = ranks.local_rank, ranks.rank
@@ -160,7 +160,7 @@ class Stopping:
             self._agreement.close()
             self._phase = Phase.IGNORED if self._reason else Phase.WAITS
         except BaseException:
-            self._phase = Phase.LEAVES  # on the launcher's SIGTERM: it ends all ranks after one failed
+            self._phase = Phase.LEAVES  # the launcher now sends SIGTERM to all ranks
             self._release()
             raise
 
@@ -170,9 +170,9 @@ class Stopping:
         return bool(self._asked or self._reason)
 
     def agreed(self, step_time_s: float, ahead_s: float = 0.0) -> bool:
-        """Return True if all ranks save and stop at this boundary. Every rank calls it once per step.
+        """Return True if all ranks save and stop at this step boundary. Every rank calls it once per step.
 
-        ahead_s: seconds of other work before the next boundary.
+        step_time_s: seconds of this step; ahead_s: seconds of work besides the step before the next boundary.
         """
         self._num_steps += 1
         if self._num_steps > 1:  # the first step also compiles and allocates
@@ -188,9 +188,9 @@ class Stopping:
         self._longest_save_s = max(seconds, self._longest_save_s or 0.0)
 
     def end(self, is_saved: bool) -> None:
-        """End training. is_saved: True if a checkpoint holds the last step.
+        """Record the end of training. is_saved: True if a checkpoint has the last step.
 
-        Then a request ends the process at once, even one that came after the last boundary.
+        If it is saved, a request ends the process at once, even if it came after the last boundary.
         """
         if is_saved:
             self._phase = Phase.LEAVES
@@ -198,10 +198,10 @@ class Stopping:
                 self._leave_now(self._asked)
 
     def leave(self, step: int, saved: str, resumable: bool, ranks: Ranks) -> int:
-        """Print the saved state, and return the exit code. Collective; signals are ignored now.
+        """Print that the run stopped, and return the exit code. Collective. Signals are already ignored.
 
-        saved: text saying whether the step was saved, and the effect of the same command; resumable: True if the same
-        command resumes, so that a batch system may start it again.
+        saved: text about the last step's checkpoint and the effect of the same command; resumable: True if the same
+        command resumes, so a batch system may start it again.
         """
         print_first(f"{_name_of(self._reason)}: stopped after step {step:,}: {saved}")
         barrier(ranks)
@@ -211,12 +211,12 @@ class Stopping:
         return code if ranks.is_first or not self._one_code else 0
 
     def _needed_s(self) -> float:
-        """Seconds to reserve for stopping: the ranks stop one step after agreeing, save, and end."""
+        """Return the seconds to reserve for stopping: agreeing takes one more step, then the ranks save and exit."""
         save_s = UNKNOWN_SAVE * self._limit_s if self._longest_save_s is None else 1.5 * self._longest_save_s
         return 3 * self._longest_step_s + save_s + WAIT_S + min(LEAVING_S, LEAVING * self._limit_s)
 
     def _hear(self) -> None:
-        """Handle signals and the end of the launchers, in the thread."""
+        """Handle signals and the end of a launcher. Runs in the thread."""
         while True:
             ready, _, _ = select.select([self._pipe[0]], [], [], LOOK_S)
             received = os.read(self._pipe[0], 512) if ready else b""
@@ -224,7 +224,7 @@ class Stopping:
                 return
             for number in received:
                 if number in REQUESTS or (number == LAUNCHER_GONE and not self._asked):
-                    self._ask(number)  # bytes from other handlers' signals arrive as well
+                    self._ask(number)  # ignores signals of other handlers: the pipe receives all
             if self._held is not None and time.monotonic() - self._signalled_s > HOLD_S:
                 self._release()
 
@@ -237,12 +237,12 @@ class Stopping:
                 os._exit(128 + reason)
             self._signalled_s = self._signalled_s or now
             if self._phase is Phase.SAVES and any(has_ended(process) for process in self._siblings):
-                os._exit(128 + reason)  # once one rank has failed, the launcher ends all: no boundary will come
+                os._exit(128 + reason)  # a rank has failed, so no step boundary will be reached
         self._asked = self._asked or reason
         if self._phase is Phase.LEAVES:
             self._leave_now(reason)
         if self._phase is Phase.SAVES and self._signalled_s == now and self._local_rank == 0 and self._above.launcher:
-            # The launcher sends SIGTERM to its first rank and kills it 30 s later, then the next: too soon for a large
+            # The launcher sends SIGTERM to one rank after another, and kills each after 30 s, too early for a large
             # checkpoint.
             self._held = hold(self._above.launcher)
         if first and self._rank == 0:
@@ -267,7 +267,7 @@ class Stopping:
 
 @functools.cache  # hooks can't be removed
 def _prepare_children() -> None:
-    """Keep this process's signals from forked processes, and end them with it."""
+    """Make forked processes ignore this process's signals, and end when it ends."""
 
     parent = 0
 

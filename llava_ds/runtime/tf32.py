@@ -1,7 +1,7 @@
-"""TF32: fp32 products that CUDA may compute with 10 bits of mantissa, in cuBLAS (matrices) and cuDNN (convolutions).
+"""Switches for TF32: fp32 products with 10 bits of mantissa in cuBLAS (matrices) and cuDNN (convolutions).
 
-By default torch allows it for cuDNN and not for cuBLAS. In a tower's patch convolution it moves logits by more than
-export's comparison allows, so both follow --tf32. No effect on CPUs, GPUs before Ampere, and half precision.
+By default torch allows TF32 in cuDNN but not in cuBLAS. In a tower's patch convolution, TF32 changes logits by more
+than the export check tolerates, so --tf32 sets both. No effect on CPUs, GPUs before Ampere, and half precision.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import torch
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Set the switches of both libraries for this process."""
+    """Allow or forbid TF32 in both libraries, for this process."""
     _switch(allowed, allowed)
 
 
@@ -22,7 +22,7 @@ def tf32_allowed() -> bool:
 
 @contextlib.contextmanager
 def exact_fp32() -> Iterator[None]:
-    """Compute without TF32 within the block, whatever --tf32 says."""
+    """Compute without TF32 within the block, even with --tf32."""
     before = tf32_allowed(), torch.backends.cudnn.conv.fp32_precision == "tf32"
     _switch(False, False)
     try:
@@ -32,8 +32,8 @@ def exact_fp32() -> Iterator[None]:
 
 
 def _switch(matmul: bool, cudnn: bool) -> None:
-    # torch 2.9 to 2.13 have two names for each switch. The older one sets both, but leaves cuDNN's newer one at "none";
-    # if only the newer one is set, code that reads the older one (torch.compile) raises an error about a mixture.
+    # torch 2.9 to 2.13 have an old and a new switch per library. Setting the old one sets the new one too, except in
+    # cuDNN. If only the new one is set, code that reads the old one (torch.compile) raises an error about mixed use.
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
     torch.backends.cuda.matmul.fp32_precision = "tf32" if matmul else "ieee"
     for operation in (torch.backends.cudnn.conv, torch.backends.cudnn.rnn):

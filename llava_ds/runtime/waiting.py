@@ -1,6 +1,6 @@
-"""Marks on a thread that waits for the device or for other ranks, read by the watchdog.
+"""Marks for threads that wait for the device or for other ranks. The watchdog reads them.
 
-Under NCCL a rank does not wait where it joins a collective, but at the next read from the device: in C, where CUDA
+With NCCL, a rank waits for a collective not when it joins it, but at the next read from the device, in C code that
 spins. Neither the Python line nor processor time distinguishes such a wait from work.
 """
 
@@ -14,7 +14,7 @@ _MARK, _PROGRESS = "llava_ds_waits_for", "llava_ds_progress"  # attributes of th
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Mark this thread as waiting for something from the device or another rank."""
+    """Mark this thread as waiting for the device or another rank within the block. what: shown in messages."""
     thread = threading.current_thread()
     before = waits_for(thread)
     setattr(thread, _MARK, what)
@@ -25,12 +25,12 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def queuing() -> contextlib.AbstractContextManager[None]:
-    """Mark this thread as queuing work for the device: if it hangs on a GPU, the queue is probably full."""
+    """Mark this thread as queuing work for the device. If it then hangs, the GPU's queue is probably full."""
     return waiting(QUEUE)
 
 
 def note_progress() -> None:
-    """Record that the other processes that this thread waits for have made progress."""
+    """Record progress of the processes that this thread waits for."""
     thread = threading.current_thread()
     setattr(thread, _PROGRESS, noted_progress(thread) + 1)
 

@@ -1,8 +1,8 @@
-"""The watchdog: aborts the run, and names the rank, when one dies or hangs.
+"""The watchdog: aborts the run when a rank dies or hangs, and names the rank.
 
 A thread inspects the main thread five times a second, and sends its position to the other ranks (heartbeat.py). It
-keeps running while the main thread hangs in a collective, where no signal handler runs and a timeout takes minutes or
-hours.
+still runs while the main thread hangs in a collective, where Python runs no signal handler and a timeout takes minutes
+or hours.
 """
 
 import faulthandler
@@ -23,15 +23,15 @@ from llava_ds.runtime.waiting import noted_progress
 
 TICK_S = 0.2
 LONGEST_TICK_S = 1.0  # a longer pause means this process was stopped, unable to progress
-SILENT_S = 10.0  # without a beat, a rank is reported as giving no sign of life
-REFUSED_S, UNREACHABLE_S = 30.0, 60.0  # without a beat, a rank is gone if its machine, or the network, reports so
+SILENT_S = 10.0  # a rank without a beat for this long counts as silent
+REFUSED_S, UNREACHABLE_S = 30.0, 60.0  # a rank silent for this long is gone if probes are refused, or unroutable
 REFUSALS = 3
 MOST_NAMED = 4  # maximum ranks in a message, with their samples
-STEPS_LONGER = 4  # minimum limit, in multiples of the longest step so far
-WINDOW_S = 60.0  # seconds over which ranks are compared
-WINDOWS_BETWEEN = 10  # windows between two lines about the same rank
-LAUNCHER_S = 10.0  # time in which a launcher ends its ranks after one ended
-PEER_IS_GONE = (  # words of gloo, NCCL and torch's store: they have no error type for it
+STEPS_LONGER = 4  # the limit of a step is at least this many times the longest step so far
+WINDOW_S = 60.0  # seconds of steps over which busy times are compared
+WINDOWS_BETWEEN = 10  # minimum windows between two reports of the same slow rank
+LAUNCHER_S = 10.0  # time for a launcher to end all ranks after one ended
+PEER_IS_GONE = (  # parts of error messages of gloo, NCCL and torch's store: they have no error class for a lost peer
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
     "Did the remote server shutdown or crash",
 )  # fmt: skip
@@ -42,7 +42,7 @@ class Watchdog:
 
     def __init__(self, tick_s: float = TICK_S, window_s: float = WINDOW_S) -> None:
         self._tick_s, self._window_s = tick_s, window_s
-        self._at = ("start", 0)  # set by the main thread, in one assignment
+        self._at = ("start", 0)  # phase and step, set by the main thread in one atomic assignment
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._samples: Callable[[int, int], str] | None = None
@@ -70,12 +70,12 @@ class Watchdog:
         self._interval_s = self._peers.interval_s if self._peers else 1.0
         if self._peers:
             self._sent_at = self._peers.first_send_s - self._interval_s
-        self._send(self._beat)  # at once, because a rank never heard looks like a blocked network
+        self._send(self._beat)  # send it now: a rank that was never heard looks like a blocked network
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
     def set_samples(self, samples: Callable[[int, int], str]) -> None:
-        """Set the function that names samples: (optimizer step, rank) to a line about that rank's samples."""
+        """Set the function that describes the samples of an optimizer step and rank, for messages."""
         self._samples = samples
 
     def set_phase(self, phase: str, step: int) -> None:
@@ -83,7 +83,7 @@ class Watchdog:
         self._at = (phase, step)
 
     def leaving(self, reason: str) -> None:
-        """Announce to the other ranks that this one exits on request, and did not crash."""
+        """Tell the other ranks that this rank exits on request, so they don't report a crash."""
         if self._thread is not None:
             here = replace(self._beat, phase=self._at[0], step=self._at[1])
             self._send(replace(here, ends=f"{self._name(here.rank)} left {place(here)}: {reason}", leaves=True))
@@ -97,13 +97,13 @@ class Watchdog:
             return
         if isinstance(error, Exception):
             self._raised(error)
-        else:  # the end, or SystemExit: the other ranks reach it by themselves
-            with self._sending:  # so that this is the last beat, and sent before any rank's process ends
+        else:  # the run is over, or SystemExit (every rank raises it)
+            with self._sending:  # makes this the last beat, sent before any rank's process ends
                 self.set_phase("done", self._at[1])
                 self._send(replace(self._beat, phase="done", step=self._at[1], seconds=0.0, limit=self._limit("done")))
             if error is None:
                 try:
-                    barrier(self._ranks)  # a rank that fails at its end reports it, and the launcher ends this one
+                    barrier(self._ranks)  # keeps this rank alive until all have ended their work
                 except RuntimeError as lost:
                     self._raised(lost)
                     raise
@@ -114,10 +114,10 @@ class Watchdog:
     def _raised(self, error: Exception) -> None:
         """Send the error that ends this rank to the others, and name this rank before the traceback."""
         if self._peers and any(text in str(error) for text in PEER_IS_GONE):
-            # Only a consequence of another rank's end: the watchdog's thread names that rank, and ends this one.
+            # Another rank's end caused this error. Wait: the watchdog's thread names that rank and ends this process.
             time.sleep(LAUNCHER_S + 5.0)
         here = replace(self._beat, phase=self._at[0], step=self._at[1])
-        is_users = isinstance(error, (ConfigError, DataError))  # printed elsewhere
+        is_users = isinstance(error, (ConfigError, DataError))  # the caller prints these
         first = next(iter(str(error).strip().splitlines()), "")
         reason = f"{self._name(here.rank)} ended {place(here)}: {first if is_users else repr(error)}"
         self._send(replace(here, ends=reason))
@@ -142,7 +142,7 @@ class Watchdog:
             elapsed_s = self._now - self._sent_at
             speaks = elapsed_s >= self._interval_s
             if speaks and self._beat.phase != "step" and not self._beat.waits and self._activity.goes_on(elapsed_s):
-                self._since = self._now  # in a long call, or waiting for its own workers
+                self._since = self._now  # it makes progress in a long call, or its workers do
             with self._sending:
                 self._look(passed)
                 at = self._beat.position
@@ -156,7 +156,7 @@ class Watchdog:
             self._peers.close()
 
     def _look(self, passed: float) -> None:
-        """Update this rank's beat from the main thread."""
+        """Update this rank's beat from the main thread's state. passed: seconds since the last look."""
         phase, step = self._at
         if (phase, step) != (self._beat.phase, self._beat.step):
             if self._beat.phase == "step":
@@ -167,7 +167,7 @@ class Watchdog:
         moved, self._place_key = sight.key != self._place_key, sight.key
         noted = noted_progress(self._main)
         if (phase != "step" and not sight.waits and moved) or noted != self._noted:
-            self._since = self._now  # reading, encoding and writing may take hours
+            self._since = self._now  # no limit while the main thread moves: reading and writing may take hours
         self._noted = noted
         queues = self._on_gpu and sight.queues and not sight.waits
         works = not sight.waits and (moved or not queues)
@@ -207,7 +207,7 @@ class Watchdog:
             self._peers.is_back(beat.rank)
 
     def _known(self) -> list[Known]:
-        """Return every rank that was heard, and this one."""
+        """Return the last known state of this rank and of every rank that was heard."""
         if not self._peers:
             return [Known(self._beat, "this machine", os.getpid())]
         self._beats[self._ranks.rank] = self._beat, self._now
@@ -219,7 +219,7 @@ class Watchdog:
         return found
 
     def _judge(self) -> None:
-        """End the run if no rank progresses any more; report a rank that slows the others down."""
+        """End the run if no rank makes progress; report ranks that slow down the others."""
         known, silent_after_s = self._known(), max(SILENT_S, 3 * self._interval_s)
         if self._peers and len(known) < len(self._peers.heard_ranks):
             self._report_missing_heartbeats(known)
@@ -250,7 +250,7 @@ class Watchdog:
         )
 
     def _report_missing_heartbeats(self, known: list[Known]) -> None:
-        """Report once, from the first rank that misses a beat, that a hang can't be found without heartbeats."""
+        """Report once that some ranks were never heard, so hangs can't be detected. The lowest rank heard prints it."""
         if self._now < SILENT_S * 3 or self._reported_unheard:
             return
         self._reported_unheard = True
@@ -263,7 +263,7 @@ class Watchdog:
             )
 
     def _probe(self) -> None:
-        """Probe ranks of other machines that fell silent, to distinguish a dead process from a slow one."""
+        """Probe silent ranks, and end the run if the process or machine of one is gone."""
         for each in self._known() if self._peers else []:
             rank = each.beat.rank
             if each.silent_s < REFUSED_S - 5 or rank == self._ranks.rank or each.beat.phase == "done":
@@ -288,7 +288,7 @@ class Watchdog:
         self._leave(message, speaks, hangs=False)
 
     def _compare(self, known: list[Known]) -> None:
-        """Report at intervals, from rank 0, the ranks that work while the others wait for them."""
+        """Report ranks that work while the others wait for them. Rank 0 prints this at intervals."""
         if self._ranks.rank != 0 or not self._peers:
             return
         now = {each.beat.rank: (each.beat.busy_s, each.beat.step_s) for each in known}
@@ -308,10 +308,10 @@ class Watchdog:
             )
 
     def _ended_by(self, beat: Beat) -> None:
-        """End this process after another rank has ended the run, if no launcher does, as on another machine."""
+        """End this process after another rank ended the run, unless the launcher does so within LAUNCHER_S."""
         if beat.hangs:
             self._dump(beat.ends)
-        if beat.hangs and beat.speaker == self._ranks.rank:  # the other rank judged first, and lets this one print
+        if beat.hangs and beat.speaker == self._ranks.rank:  # the rank that ended the run chose this one to print
             say(f"run/train.py: error: {beat.ends}{self._about_limits()}")
         if beat.leaves and self._ranks.is_first:
             say(f"run/train.py: {beat.ends}; the other ranks end now")
@@ -323,14 +323,14 @@ class Watchdog:
         os._exit(EXIT_RANK_LOST)
 
     def _leave(self, message: str, speaks: bool, hangs: bool) -> None:
-        """Print the message, then end this process and with it the other ranks."""
+        """Print the message if `speaks`, and end this process, so the other ranks end as well."""
         self._send(replace(self._beat, ends=message.partition("\n")[0], hangs=hangs))
         if hangs:
             self._dump(message)
         if speaks:
             say(f"run/train.py: error: {message}")
-        # Time for the others' stacks, and for the launcher to see the dead rank first: it returns that rank's exit
-        # code.
+        # Give the other ranks time to write stacks, and the launcher time to notice the dead rank: it returns the exit
+        # code of the first rank that it sees end.
         time.sleep(LAUNCHER_S / (4 if speaks and hangs else 1) if self._peers else 0)
         os._exit(EXIT_RANK_LOST)
 

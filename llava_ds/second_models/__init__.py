@@ -1,1 +1,1 @@
-"""Second models: loaded in addition to the trained model, and not trained."""
+"""Second models that are loaded besides the trained model and not trained."""

@@ -1,4 +1,4 @@
-"""Identity of a second model's forward, without its weights, for numbers that are kept on disk."""
+"""Identify a second model's forward pass without its weights, to reuse its results on disk only if they are valid."""
 
 import json
 
@@ -7,17 +7,17 @@ from llava_ds.data.fingerprint import digest_of, versions_of
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.open.model_plan import ModelPlan
 
-# Not compared: flags that name folders. Weights, configurations and tokenized data are.
+# Flags that name folders are not compared, because the folders' weights and configurations are.
 FOLDER_FLAGS = ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter", "lora_weight_path")
-# Libraries that compute a forward.
+# Libraries whose versions may change the results of a forward pass.
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "flash-attn", "flash-attn-3")
 
 
 def forward_digest(plan: ModelPlan, args: ModelArguments, images: ImageOptions) -> str:
-    """Return a digest of everything a model's forward depends on, except its weights.
+    """Return a digest of everything that a model's forward pass depends on, except its weights.
 
-    These are its configurations (rope_theta), the flags (lora_alpha, bits), the image options and the versions of the
-    libraries. Flags that only choose trained parts are included: changing one causes an unnecessary pass.
+    It covers the configurations (rope_theta), the flags (lora_alpha, bits), the image options and the libraries'
+    versions. It also covers flags that only choose trained parts, so changing one causes an unnecessary pass.
     """
     configs = [plan.text_config, plan.tower.config, *([plan.architecture.config] if plan.architecture else [])]
     tower = getattr(plan.tower, "second", None)
@@ -37,7 +37,7 @@ def forward_digest(plan: ModelPlan, args: ModelArguments, images: ImageOptions) 
 
 
 def _without_places(config: object) -> object:
-    """Return a configuration without its folder and version, at any depth."""
+    """Return a configuration without the keys for its folder and transformers version, at any depth."""
     if not isinstance(config, dict):
         return config
     return {

@@ -1,6 +1,6 @@
-"""A second model that does not train, from a folder: a reference model, a teacher, or one that scores answers.
+"""Open a second model that is not trained: a reference model, a teacher, or a model that scores answers.
 
-Every rank holds the whole model, without DeepSpeed, so a rank may run it alone; or ZeRO-3 shards it (open_together).
+Every rank holds the whole model without DeepSpeed, and may run it alone, unless ZeRO-3 shards it (open_together).
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.waiting import waiting
 
-SCORED_TOGETHER = 64  # answers in a batch
-# Image options that affect only the reading of files, not the model.
+SCORED_TOGETHER = 64  # answers per batch
+# Image options that affect only how files are read.
 READING = ("max_pixels", "fast_decoding", "value_range", "video_fps", "frames_upbound", "force_sample")
 
-# Keys of zero_optimization for a model without an optimizer.
+# Keys of zero_optimization that apply to a model without an optimizer.
 SHARDED = (
     *("stage", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size", "stage3_max_live_parameters"),
     *("stage3_max_reuse_distance", "offload_param"),
@@ -48,7 +48,7 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class FrozenPlan:
-    """The plan of a second model. args: model flags that its folder implies; images: its image options."""
+    """The plan of a second model. args: model flags from its folder; images: its image options."""
 
     model: ModelPlan
     args: ModelArguments
@@ -56,10 +56,10 @@ class FrozenPlan:
 
 
 def plan_alone(flag: str, path: str, max_length: int, value_head: bool = False, **given: str) -> FrozenPlan:
-    """Plan a model that has its own batches, from its folder; builds nothing.
+    """Plan, but don't build, a second model that has batches of its own.
 
-    flag: the flag that names the folder, for messages; max_length: of samples in tokens; value_head: True if it needs
-    one; given: more model flags. Raises ConfigError and DataError for an unusable folder.
+    flag, path: flag that names its folder, and the folder. max_length: maximum sample length in tokens. value_head:
+    True if it needs a value head. given: more model flags. Raises ConfigError or DataError if the folder is unusable.
     """
     if value_head and value_head_file(path) is None:
         learned = [name for name, traits in every_objective().items() if traits.scores]
@@ -93,10 +93,10 @@ def plan_frozen(
     value_head: bool = False,
     same_tokens: bool = False,
 ) -> FrozenPlan:
-    """Plan a model that reads another model's batches, from its folder; builds nothing.
+    """Plan, but don't build, a second model that reads the trained model's batches.
 
-    model, images, max_length: the other model's; same_tokens: it may not know additional tokens; the rest as for
-    plan_alone. Raises ConfigError and DataError if it has no value head, another vocabulary or other image options.
+    model, images, max_length: of the trained model. same_tokens: True if it must not have additional tokens. Others as
+    in plan_alone. Raises ConfigError or DataError if it lacks a value head, or vocabulary or image options differ.
     """
     plan = plan_alone(flag, path, max_length, value_head)
     problems = [*_vocabulary_problems(plan.model, model, same_tokens), *_image_problems(plan.images, images)]
@@ -109,7 +109,7 @@ def plan_frozen(
 
 
 def open_frozen(plan: FrozenPlan, dtype: torch.dtype, ranks: Ranks) -> LlavaModel:
-    """Build the model on this rank's device, without gradients. Collective; before or after the engine is built."""
+    """Build the whole model on this rank's device, without gradients. Collective."""
     model = build_model(plan.model, plan.args, {"zero_optimization": {"stage": 0}}, dtype, 0, ranks)
     return model.requires_grad_(False).eval()
 
@@ -120,8 +120,8 @@ def open_together(
     """Build the model without gradients, for ranks that run it together. Collective.
 
     At ZeRO-3 the model is sharded over all ranks. At other stages, and on a mesh that divides the trained model, every
-    rank has all of it: DeepSpeed has one set of groups for all engines. resolved: the trained model's; its
-    offload_param and its limits on gathered weights apply.
+    rank has the whole model: DeepSpeed has only one set of groups for all engines. resolved: the trained model's
+    config, whose offload_param and limits on gathered weights apply.
     """
     zero, dtype = resolved.config["zero_optimization"], resolved.compute_dtype
     if resolved.zero_stage != 3 or mesh.is_divided:
@@ -141,7 +141,7 @@ def open_together(
 
 
 class Scorer:
-    """A model that scores answers, whole on every rank: each rank scores its own, without waiting for others."""
+    """A model that scores answers. Every rank has the whole model, and scores its answers without waiting."""
 
     def __init__(self, plan: FrozenPlan, dtype: torch.dtype, ranks: Ranks) -> None:
         """Build the model. Collective."""
@@ -149,8 +149,8 @@ class Scorer:
 
     @torch.no_grad()
     def scores(self, samples: Sequence[LoadedSample]) -> list[float]:
-        """Score each sample's answer: the value head's number at its last token, or without a head its
-        log-probability."""
+        """Return a score per sample: the value head's output at the answer's last token, or the answer's
+        log-probability if the model has no value head."""
         found: list[float] = []
         for first in range(0, len(samples), SCORED_TOGETHER):
             batch = collate(list(samples[first : first + SCORED_TOGETHER]), self._images)
@@ -164,7 +164,7 @@ class Scorer:
 
 
 def _vocabulary_problems(own: ModelPlan, other: ModelPlan, same_tokens: bool) -> list[str]:
-    """Describe tokens with another id or without a row. Ignores an exported folder's image token: no batch has it."""
+    """Describe tokens that have another id in `own`, or no row. <image> is ignored, because no batch contains it."""
     known, ids = (
         {token: i for token, i in model.tokenizer.get_vocab().items() if token != IMAGE_TOKEN} for model in (own, other)
     )
@@ -182,7 +182,7 @@ def _vocabulary_problems(own: ModelPlan, other: ModelPlan, same_tokens: bool) ->
 
 
 def _image_problems(own: ImageOptions, other: ImageOptions) -> list[str]:
-    """Describe the image options that differ, by name."""
+    """Describe each image option that differs between two models."""
     own, other = own.without_limits(), other.without_limits()
     pairs = zip(dataclasses.asdict(own).items(), dataclasses.asdict(other).values())
     return [f"{name} of images is {a}, and {b} here" for (name, a), b in pairs if a != b and name not in READING]

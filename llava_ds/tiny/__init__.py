@@ -1,4 +1,4 @@
-"""The embedded default: generated scenes of coloured shapes, and tiny base weights that were trained separately."""
+"""The default model and data: tiny base weights in this package, and generated scenes of coloured shapes."""
 
 from pathlib import Path
 

@@ -10,14 +10,14 @@ MAX_LENGTH_TOKENS = 2048
 
 
 def train_tokenizer(texts, max_vocab_size=1024):
-    """Train a tokenizers.Tokenizer with Llama's legacy behaviour; its merges are learned from an iterable of texts.
+    """Train a tokenizers.Tokenizer with Llama's legacy behaviour on an iterable of texts.
 
     Ids: <unk> 0, <s> 1, </s> 2, 256 bytes, then characters and merges. Every separately tokenized piece gets a leading
     ▁, as in the slow Llama tokenizer that LLaVA used.
     """
     learner = Tokenizer(models.BPE())
     learner.normalizer = _normalizer()
-    # Only for learning: words and marks are split, so that "circle" is one token with and without a full stop.
+    # Split words from punctuation while learning, so that "circle" is one token with and without a full stop.
     learner.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split("\n", "removed"),  # line ends are left to their byte, as in Llama
@@ -50,10 +50,10 @@ def train_tokenizer(texts, max_vocab_size=1024):
 
 
 def save_tokenizer(tokenizer, folder):
-    """Write the files that AutoTokenizer opens.
+    """Write the tokenizer's files for AutoTokenizer.
 
-    tokenizer_class is PreTrainedTokenizerFast: transformers 5's Llama class would rebuild normalizer and merges by its
-    own rules instead of reading tokenizer.json.
+    tokenizer_class is PreTrainedTokenizerFast, because transformers 5's Llama class would rebuild normalizer and merges
+    by its own rules instead of reading tokenizer.json.
     """
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

@@ -1,4 +1,4 @@
-"""Defaults of a run without a model: the tiny weights and generated scenes, set through the usual flags."""
+"""Defaults for a run without --model_name_or_path: flags that name the tiny weights and the generated scenes."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ from llava_ds.tiny.scene_files import write_dataset
 
 
 def fill_in(args: Arguments) -> Arguments:
-    """Fill in the tiny model's folders and the generated data for flags that are not given.
+    """Return the flags with the tiny model's folders and the generated data filled in, if no model is given.
 
-    Writes the data on the first call. Flags that name a model are returned unchanged.
+    Writes the data on the first call. If the flags name a model, they are returned unchanged.
     """
     if args.model.model_name_or_path is not None:
         return args
@@ -24,12 +24,12 @@ def fill_in(args: Arguments) -> Arguments:
 
 
 def scenes_folder(cache_dir: str) -> Path:
-    """Folder of the generated scenes."""
+    """Return the folder of the generated scenes."""
     return Path(cache_dir).expanduser() / "scenes"
 
 
 def heldout_data(cache_dir: str) -> tuple[str, str]:
-    """Paths of the generated held-out questions and of the folder with their images. Writes them on the first call."""
+    """Return the paths of the generated held-out questions and of their image folder. Writes them on the first call."""
     folder = scenes_folder(cache_dir)
     write_dataset(folder)
     return str(folder / "heldout.json"), str(folder)

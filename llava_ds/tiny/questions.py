@@ -1,7 +1,7 @@
-"""Captions of a scene, questions with short answers about it, and their balance.
+"""Generate captions of scenes, and questions with short answers whose frequencies are balanced.
 
-Questions are balanced per *form* (the content of a question without its wording): over a data set every form meets each
-of its answers equally often, so a model that sees no image can only guess.
+Questions are balanced per *form* (the content of a question without its wording): in a data set, all answers to a form
+are about equally frequent, so a model that sees no image can only guess.
 """
 
 import collections
@@ -37,8 +37,8 @@ CAPTION_REQUESTS = ("Describe the picture.", "What is in the picture?", "Say wha
 
 
 class Question(typing.NamedTuple):
-    """One question about one scene. form: its content without wording; given and revealed: sets of (thing, attribute)
-    pairs."""
+    """A question about a scene. form: its content without wording. given, revealed: sets of facts, as pairs (index of a
+    thing, attribute)."""
 
     kind: str
     form: tuple
@@ -105,8 +105,8 @@ def _ask_count(things):
 
 
 def _ask_attribute(things, kind, noun, other, wording):
-    """Ask for an attribute. kind: the attribute; things are named by place, or by the other attribute if it is
-    unique."""
+    """Return questions for an attribute of each thing. kind: the attribute. A thing is named by its place, and by its
+    `other` attribute if that is unique; noun, wording: how."""
     questions = []
     for i, t in enumerate(things):
         names = [(f"{noun} {place_phrase(t.place)}", "place")]
@@ -137,7 +137,7 @@ def _ask_relation(things):
 
 
 def _unique_names(things):
-    """Return (index, "red circle", facts in the name) for things with a unique name."""
+    """Return (index, name like "red circle", facts in the name) of each thing whose name is unique."""
     names = [f"{t.colour} {t.shape}" for t in things]
     return [
         (i, name, frozenset({(i, "colour"), (i, "shape")})) for i, name in enumerate(names) if names.count(name) == 1
@@ -145,7 +145,7 @@ def _unique_names(things):
 
 
 def place_relation(relation, a, b):
-    """Return whether place a is left of (above, ...) place b; None if they share the column (row)."""
+    """Return True if place a has the relation to place b; None if both are in the same column (or row)."""
     difference = a % 3 - b % 3 if relation in ("left of", "right of") else a // 3 - b // 3
     if difference == 0:
         return None
@@ -163,10 +163,10 @@ _ASKERS = {
 
 
 class Balance:
-    """Counts the answers given so far, and refuses a question that would tilt them.
+    """Counts the answers of chosen questions, and refuses questions that would make an answer too frequent.
 
-    An answer may be up to form_slack questions ahead of the rarest one within its form, and kind_slack within its kind.
-    The form of a relation is its relation word: there are so many full forms that each occurs about once.
+    An answer may be at most form_slack occurrences ahead of the rarest answer to its form, and kind_slack ahead of the
+    rarest of its kind. Relations are counted by their relation word, because a full form occurs only about once.
     """
 
     def __init__(self, form_slack, kind_slack):
@@ -175,8 +175,8 @@ class Balance:
         self.per_kind = collections.Counter()
 
     def choose(self, questions, rng):
-        """Choose the question whose answer and form occurred least, and count it; None if all are refused. The
-        questions are of one kind."""
+        """Choose and count the question whose answer occurred least; None if all are refused. questions: of one
+        kind."""
         if not questions:
             return None
         kind = questions[0].kind
@@ -204,7 +204,7 @@ class Balance:
 
 
 def conversation(scene, num_turns, balance, rng):
-    """Return up to num_turns Questions about a scene, none answered by the text of earlier ones."""
+    """Return up to num_turns Questions about a scene. Earlier questions and answers never give an answer away."""
     possible = {kind: all_questions(scene, kind) for kind in KINDS}
     known, asked, turns = set(), set(), []
     for _ in range(3 * num_turns):

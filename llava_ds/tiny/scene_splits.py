@@ -1,4 +1,4 @@
-"""Records and images of generated scenes: the three splits of the default data, and questions of given kinds."""
+"""Write records and images of generated scenes: the three splits of the default data, or questions of given kinds."""
 
 import json
 import math
@@ -18,7 +18,7 @@ DESCRIBE = "describe"  # an additional kind: describe the whole image
 
 
 def write_splits(folder, seed, num_pretrain, num_finetune, num_heldout):
-    """Write the three splits; two processes draw the images of one split while the records of the next are made."""
+    """Write the three splits. Two processes draw a split's images while the records of the next split are generated."""
     splits = {
         "pretrain": (pretrain_records, num_pretrain),
         "heldout": (heldout_records, num_heldout),
@@ -38,13 +38,13 @@ def write_splits(folder, seed, num_pretrain, num_finetune, num_heldout):
             drawing.append(pool.map(_save_picture, *zip(*pictures), chunksize=100))
             (folder / f"{name}.json").write_text(json.dumps(records, indent=1))
         for job in drawing:
-            list(job)  # raises what a process raised
+            list(job)  # raises the errors of the processes
 
 
 def write_questions(folder, seed, splits):
-    """Write single questions, each about a new scene, as <name>.json and a folder of images with the same name.
+    """Write single questions, each about a new scene, as <name>.json and an image folder <name> per split.
 
-    splits: name to (kinds of the questions in order, True for held-out scenes).
+    splits: maps a split's name to (kinds of its questions in order, True for held-out scenes).
     """
     folder = Path(folder)
     with write_errors(folder, "the questions"), _drawing_processes() as pool:
@@ -61,7 +61,7 @@ def write_questions(folder, seed, splits):
 
 
 def _drawing_processes():
-    """Start two processes that draw images, forked: a spawned one would first import torch and deepspeed."""
+    """Start two processes that draw images. They are forked, because spawned ones would import torch and deepspeed."""
     return ProcessPoolExecutor(2, get_context("fork"))
 
 
@@ -99,8 +99,8 @@ def heldout_records(rng, count):
 
 
 def question_records(rng, kinds, heldout):
-    """Return pairs (record with its kind, scene) of one question each. kinds: of the questions in order, from KINDS, or
-    DESCRIBE."""
+    """Return a pair (record with its kind, scene) per question. kinds: kinds of the questions in order, each from KINDS
+    or DESCRIBE."""
     balance = Balance(form_slack=2, kind_slack=2)
     pairs = []
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""Scenes of coloured shapes: sampled from a seed, drawn with anti-aliased edges.
+"""Sample scenes of coloured shapes from a seed, and draw them with anti-aliased edges.
 
 A scene has 1 to 4 things, each in a separate cell of a 3 x 3 grid and completely inside it, so that places and
 relations are never ambiguous and things never overlap. Lengths are fractions of the image's side, y downwards.
@@ -25,7 +25,7 @@ MAX_THINGS = 4
 
 _COLOUR_NAMES = tuple(COLOURS)
 HELDOUT_ONE_IN = 8  # one arrangement in this many is never shown in training
-SUPERSAMPLE = 3  # shapes are drawn this much larger and averaged down: smooth edges
+SUPERSAMPLE = 3  # shapes are drawn larger by this factor and averaged down, for smooth edges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Thing:
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """Things in reading order, and other inputs of the drawing."""
+    """Things in reading order, and the other inputs of draw_scene."""
 
     things: tuple
     ground: str
@@ -56,12 +56,12 @@ class Scene:
 
 
 def arrangement_of(kinds):
-    """Describe a scene in words: the identity that separates training from held-out scenes."""
+    """Describe a scene in words. The text decides whether it is a training or a held-out scene."""
     return ", ".join(f"{colour} {shape} {PLACES[place]}" for colour, shape, place in kinds)
 
 
 def is_heldout(arrangement):
-    """True for arrangements reserved for held-out data; a fixed property of the words."""
+    """Return True for arrangements that are reserved for held-out data. It depends only on the text."""
     return zlib.crc32(arrangement.encode()) % HELDOUT_ONE_IN == 0
 
 
@@ -106,7 +106,7 @@ def _thing(rng, colour, shape, place):
 
 
 def draw_scene(scene):
-    """Draw the scene as an RGB image, side_px x side_px. The same scene always gives the same pixels."""
+    """Draw a scene as an RGB image of side_px x side_px pixels. Equal scenes give equal pixels."""
     rng = np.random.default_rng(scene.draw_seed)
     picture = Image.fromarray(_ground(rng, scene.ground, scene.side_px))
     for thing in scene.things:
@@ -117,7 +117,7 @@ def draw_scene(scene):
 
 
 def _ground(rng, kind, side):
-    """Return a greyish ground, uint8 (side, side, 3): never saturated enough to be mistaken for a thing."""
+    """Return a background, uint8 (side, side, 3). It is too grey to be mistaken for a thing."""
     light = rng.uniform(30, 225)
     other = np.clip(light + rng.choice((-1, 1)) * rng.uniform(12, 30), 15, 240)
     y, x = np.mgrid[:side, :side].astype(np.float32) / side
@@ -141,7 +141,7 @@ def _ground(rng, kind, side):
 
 
 def _shape_mask(thing, side):
-    """Return (left, top, mask): position of a thing's mask in the image, in px, and its coverage, 0 to 255."""
+    """Return (left, top, mask): position of a thing's mask in pixels, and the mask with values from 0 to 255."""
     radius = thing.size * side / 2
     left, top = math.floor(thing.x * side - radius) - 1, math.floor(thing.y * side - radius) - 1
     width = math.ceil(2 * radius) + 3
@@ -161,7 +161,7 @@ def _shape_mask(thing, side):
 
 
 def _corners(shape):
-    """Return a shape's outline as (x, y) inside the unit circle."""
+    """Return a shape's corners (x, y), inside the unit circle."""
     if shape == "square":
         return [(-0.7, -0.7), (0.7, -0.7), (0.7, 0.7), (-0.7, 0.7)]
     if shape == "triangle":

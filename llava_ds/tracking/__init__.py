@@ -1,1 +1,1 @@
-"""Logs, curves, trackers and pages of a run."""
+"""Logs, curves, trackers and HTML pages of a run."""

@@ -1,4 +1,4 @@
-"""The pages as data: blocks shown by templates/blocks.html.j2. Jinja escapes all text from outside."""
+"""Content of HTML pages as blocks (dicts), rendered by templates/blocks.html.j2. Jinja escapes their text."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -43,7 +43,7 @@ def show(blocks: list[Block]) -> str:
 
 
 def note(text: str, style: str = "none") -> Block:
-    """Return a sentence. style: "note", "warn", or "none" for a placeholder."""
+    """Return a paragraph. style: "note", "warn", or "none" for a placeholder."""
     return {"kind": "note", "text": text, "style": style}
 
 
@@ -53,7 +53,7 @@ def heading(text: str) -> Block:
 
 
 def pre(text: str) -> Block:
-    """Return text with its line breaks."""
+    """Return preformatted text that keeps its line breaks."""
     return {"kind": "pre", "text": text}
 
 
@@ -63,7 +63,7 @@ def details(summary: str, *blocks: Block) -> Block:
 
 
 def tiles(numbers: Iterable[tuple[str, str]]) -> Block:
-    """Return large numbers with their labels: (number, label)."""
+    """Return a row of large numbers with labels. numbers: (number, label) pairs."""
     return {"kind": "tiles", "numbers": list(numbers)}
 
 
@@ -79,10 +79,10 @@ def table(
     stacks: bool = False,
     named: bool = False,
 ) -> Block:
-    """Return a table; a cell is text, or styled(...).
+    """Return a table. Cells are text, or results of styled().
 
-    numbers: right-aligned columns; stacks: stack a row's cells on a narrow screen; named: label stacked cells with
-    their column's name.
+    numbers: indices of right-aligned columns; stacks: True to stack a row's cells on a narrow screen; named: True to
+    label stacked cells with the column's name.
     """
     rows = list(map(list, rows))
     return {"kind": "table", "head": head, "rows": rows, "numbers": numbers, "stacks": stacks, "named": named}

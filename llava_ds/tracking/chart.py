@@ -1,4 +1,4 @@
-"""Charts as SVG inside a page: no scripts, fonts or other files."""
+"""Draw charts as inline SVG, without scripts, fonts or other files."""
 
 import html
 import math
@@ -9,15 +9,15 @@ from llava_ds.tracking.series import thinned
 
 WIDTH, HEIGHT = 420, 230
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 34
-LOG_FROM = 12.0  # minimum ratio to the smallest value for a log scale
+LOG_FROM = 12.0  # minimum ratio of the largest to the smallest value for a log scale
 
 
 @dataclass(frozen=True)
 class Series:
     """A curve.
 
-    colour: number 0 to 7 of the page's colours; faint: True if another curve is its smoothed version; dots: True to
-    draw points, for curves with few.
+    colour: index 0 to 7 of the page's colours; faint: True to draw it pale; dots: True to draw
+    its points as well.
     """
 
     label: str
@@ -45,7 +45,7 @@ def short(value: float) -> str:
 
 
 def is_far_apart(values: Sequence[float]) -> bool:
-    """Return True if values are easier to read on a logarithmic scale; non-finite ones are ignored."""
+    """Return True if values need a logarithmic scale. Non-finite values are ignored."""
     finite = [value for value in values if math.isfinite(value)]
     return bool(finite) and min(finite) > 0 and max(finite) / min(finite) >= LOG_FROM
 
@@ -56,10 +56,10 @@ def line_chart(
     log: bool = True,
     from_zero: bool = False,
 ) -> str:
-    """Return a figure with a curve for each series over the optimizer steps; a sentence if there are none.
+    """Return a figure that plots each series over the optimizer steps, or says "No values.".
 
-    log: allow a logarithmic scale, used for values that are far apart; from_zero: begin the scale at zero, for
-    quantities.
+    log: True to use a logarithmic scale if the values are far apart; from_zero: True to begin the vertical axis at
+    zero.
     """
     drawn = [one for one in series if any(map(math.isfinite, one.values))]
     if not drawn:
@@ -68,7 +68,7 @@ def line_chart(
     first, last = min(one.steps[0] for one in drawn), max(one.steps[-1] for one in drawn)
     first = 0 if 20 * first < last else first
     low, high = 0.0 if from_zero else min(values), max(values)
-    if high - low <= 1e-6 * abs(high):  # the running mean of a constant differs from it in the last digits
+    if high - low <= 1e-6 * abs(high):  # rounding errors in the running mean of a constant
         high = low
     is_log = log and is_far_apart([low, high])
     ticks = _log_ticks(low, high) if is_log else _ticks(low, high)
@@ -91,7 +91,7 @@ def line_chart(
 
 
 def bar_chart(title: str, edges: Sequence[float], counts: Sequence[int], unit: str) -> str:
-    """Return a histogram: bars of counts between edges; edges has one more entry than counts."""
+    """Return a histogram. edges: bounds of the bars, one more than counts; unit: label of the horizontal axis."""
     if not counts or len(edges) != len(counts) + 1 or not max(counts) > 0:
         return f"<figure><figcaption>{html.escape(title)}</figcaption><p class=none>No values.</p></figure>"
     ticks = [tick for tick in _ticks(0, max(counts)) if tick == int(tick)]
@@ -125,7 +125,7 @@ def _svg(told: str, parts: list[str]) -> str:
 
 
 def _caption(title: str, series: Sequence[Series], is_log: bool = False) -> str:
-    """Return the title, with the vertical axis and its scale, and the legend of the curves."""
+    """Return the caption: the title, a note if the scale is logarithmic, and a legend of the curves."""
     keys = [
         f'<span class="key s{one.colour}{" thin" if one.faint else ""}">{html.escape(one.label)}</span>'
         for one in series
@@ -178,7 +178,7 @@ def _ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 times powers of ten around the values; if there are many, only the powers between them."""
+    """Return ticks at 1, 2 and 5 times powers of ten that enclose low to high; if many, only powers within."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [step * 10.0**power for power in powers for step in (1, 2, 5)]
     below = max((tick for tick in ticks if tick <= low), default=ticks[0])

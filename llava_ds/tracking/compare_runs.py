@@ -1,4 +1,4 @@
-"""Several runs side by side: differing settings, and results."""
+"""Compare several runs side by side: their results, and the settings in which they differ."""
 
 import json
 from collections import Counter
@@ -11,7 +11,7 @@ from llava_ds.tracking.run_files import RunFiles
 from llava_ds.tracking.series import running_mean
 from llava_ds.tracking.wording import NUMBERS, model_of, shown_score
 
-# Paths differ between all runs, and mean nothing.
+# Settings that are not compared, because they differ between any two runs.
 PLACES = ("output_dir", "run_name", "cache_dir", "resume")
 CURVES = {
     "loss": "Loss per supervised token (running mean)",
@@ -23,19 +23,19 @@ LINEAR = ("lr", "tokens_per_s")
 
 
 def names_of(runs: list[RunFiles]) -> list[str]:
-    """Return unique names for the runs, with the folder if necessary."""
+    """Return a unique name per run, with the folder or a number added if names repeat."""
     counts = Counter(run.name for run in runs)
     names = [run.name if counts[run.name] == 1 else f"{run.name} ({run.output_dir})" for run in runs]
     return [name if names.count(name) == 1 else f"{name} #{i + 1}" for i, name in enumerate(names)]
 
 
 def numbers_table(runs: list[RunFiles]) -> list[list[str]]:
-    """Return a row per number that at least one run has, scores first: its label, and each run's value."""
+    """Return rows (label, value of each run) for every number that at least one run has, scores first."""
     found = [run.numbers for run in runs]
     rows = [
         [shown.label, *(shown.form(numbers[name]) if name in numbers else "" for numbers in found)]
         for name, shown in NUMBERS.items()
-        if name != "samples" and any(name in numbers for numbers in found)  # the number of tokens says more
+        if name != "samples" and any(name in numbers for numbers in found)  # "tokens" measures the data better
     ]
     scores = [_scores(run) for run in runs]
     kinds = dict.fromkeys(kind for each in scores for kind in each)
@@ -43,7 +43,7 @@ def numbers_table(runs: list[RunFiles]) -> list[list[str]]:
 
 
 def differences(runs: list[RunFiles]) -> list[list[str]]:
-    """Return a row per flag, DeepSpeed value or circumstance that differs: its name, and each run's value."""
+    """Return rows (name, value of each run) for every flag, DeepSpeed value, version or device that differs."""
     return [
         [name, *("" if value is None else value if isinstance(value, str) else json.dumps(value) for value in values)]
         for name, values in _side_by_side(runs)
@@ -52,7 +52,7 @@ def differences(runs: list[RunFiles]) -> list[list[str]]:
 
 
 def in_terminal(runs: list[RunFiles]) -> list[str]:
-    """Return the tables as lines, as wide as their contents."""
+    """Return the tables as lines of text with aligned columns."""
     names = names_of(runs)
     lines = _aligned([["", *names], *numbers_table(runs)])
     if differing := differences(runs):
@@ -63,7 +63,7 @@ def in_terminal(runs: list[RunFiles]) -> list[str]:
 
 
 def comparison_page(runs: list[RunFiles]) -> str:
-    """Return compare.html: the tables of in_terminal, and curves on common axes."""
+    """Return compare.html: the same tables as in_terminal, and charts with the curves of all runs."""
     names = names_of(runs)
     curves = [
         line_chart(
@@ -106,7 +106,7 @@ def _series(run: RunFiles, name: str, label: str, index: int) -> Series:
 
 
 def _side_by_side(runs: list[RunFiles]) -> list[tuple[str, list[object]]]:
-    """Return (name, values) of all settings: flags in order, DeepSpeed's values, versions, the rest."""
+    """Return (name, value of each run) of all settings: flags, then DeepSpeed's values, versions, and the rest."""
     each = []
     for run in runs:
         told = {f"--{name}": value for name, value in run.flags.items() if name not in PLACES}
@@ -130,7 +130,7 @@ def _flat(value: object, path: str = ""):
 
 
 def _scores(run: RunFiles) -> dict[str, str]:
-    """Return the overall scores in run/evaluate.py's files, or all scores if no file has an overall score."""
+    """Return the overall scores in run/evaluate.py's files as text, or all scores if none is an overall score."""
     found = {}
     for file, content in run.evaluations.items():
         scores = content.get("scores", content)

@@ -1,4 +1,4 @@
-"""The curves of a run's page: learning (loss, eval loss, rates, gradients), and the machine (speed, memory)."""
+"""Curves of a run's page: learning (losses, learning rate, gradient norm) and the machine (speed, memory)."""
 
 import math
 
@@ -12,7 +12,7 @@ def learning_curves(run: RunFiles) -> list[Block]:
     """Return charts of loss, eval loss, learning rate and gradient norm; curves without numbers are left out."""
     if not run.metrics:
         return [note(run.problems.get("metrics.jsonl", "There are no steps."), "warn")]
-    # Sorted, so that both charts draw a source in the same colour.
+    # One list of sources for both charts, so that a source has the same colour in both.
     names = list(dict.fromkeys(name for row in (*run.metrics, *run.evals) for name in _by_source(row)))
     curves = [
         line_chart("Loss per supervised token", loss_series(run)),
@@ -27,16 +27,16 @@ def learning_curves(run: RunFiles) -> list[Block]:
 
 
 def machine_curves(run: RunFiles) -> list[Block]:
-    """Return charts of throughput, time per step and memory; empty if no step has them."""
+    """Return charts of throughput, time per step and memory; empty if no step has these numbers."""
     curves = [smoothed(run, "Throughput, tokens/s", "tokens_per_s", log=False), _times(run), _memory(run)]
     return [charts(curves)] if any(curves) else []
 
 
 def objective_curves(run: RunFiles) -> list[Block]:
-    """Return a chart per number with a title and per group of means; empty for supervised training."""
+    """Return charts of the objective's numbers that have a title or are one of several means; else no chart."""
     found = dict.fromkeys(name for row in run.metrics for name in objective_numbers(row))
     titles = {name: number.title for name, number in known_numbers().items()} if found else {}
-    each = [name for name in found if name.endswith("/mean") and name.count("/") == 2]  # several means of one kind
+    each = [name for name in found if name.endswith("/mean") and name.count("/") == 2]  # kind/name/mean
     kinds = {name: name.removesuffix("/mean").split("/") for name in each if len(each) > 1}
     titles |= {name: f"{kind.capitalize().removesuffix('s')}: {which}" for name, (kind, which) in kinds.items()}
     curves = [smoothed(run, title, name, log=False) for name, title in titles.items() if name in found]
@@ -44,7 +44,7 @@ def objective_curves(run: RunFiles) -> list[Block]:
 
 
 def loss_series(run: RunFiles) -> list[Series]:
-    """Return the loss of every step, its running mean, and the eval loss."""
+    """Return the curves of the loss of every step, its running mean, and the eval loss if there is one."""
     steps, losses = run.column("loss")
     eval_loss = run.column("loss", run.evals)
     series = [
@@ -55,7 +55,7 @@ def loss_series(run: RunFiles) -> list[Series]:
 
 
 def _sources(title: str, rows: list[dict], names: list[str], smooth: bool) -> str:
-    """Return a chart of each data source's loss, if the run has several. Colours repeat after eight sources."""
+    """Return a chart of each data source's loss; "" if rows have none. Colours repeat after eight sources."""
     series = []
     for i, name in enumerate(names):
         found = {row["step"]: loss for row in rows if is_number(loss := _by_source(row).get(name))}
@@ -71,7 +71,7 @@ def _by_source(row: dict) -> dict[str, float]:
 
 
 def smoothed(run: RunFiles, title: str, name: str, log: bool = True) -> str:
-    """Return the chart of a logged number with its running mean; empty if no step has it."""
+    """Return a chart of a logged number and its running mean; "" if no step has the number."""
     steps, values = run.column(name)
     if not values:
         return ""
@@ -80,7 +80,7 @@ def smoothed(run: RunFiles, title: str, name: str, log: bool = True) -> str:
 
 
 def _rates(run: RunFiles) -> list[Series]:
-    """Return a curve for each distinct rate of the parameter groups."""
+    """Return a curve of the learning rate for each set of parameter groups with equal rates."""
     rows = [row for row in run.metrics if isinstance(row.get("lr"), list) and all(map(is_number, row["lr"]))]
     steps, seen = [row["step"] for row in rows], {}
     for group in range(max((len(row["lr"]) for row in rows), default=0)):

@@ -1,4 +1,4 @@
-"""Samples for a person to look at: their text with the supervised part marked, and their images."""
+"""Show samples for inspection: their text with the supervised part marked, and their images."""
 
 import itertools
 from collections.abc import Iterable
@@ -15,13 +15,13 @@ from llava_ds.runtime.ranks import printable
 from llava_ds.tracking.blocks import note, pre, render, table
 from llava_ds.tracking.shown_images import data_uri
 
-THUMBNAIL = 224  # pixels of the longer side of an image on the page
-BOX_COLOURS = ("red", "lime", "blue", "magenta", "cyan", "orange")  # colours for the boxes on an image, in turn
+THUMBNAIL = 224  # longer side of an image on the page, in pixels
+BOX_COLOURS = ("red", "lime", "blue", "magenta", "cyan", "orange")  # colours of the boxes on an image, reused in order
 
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive tokens of one kind: "image", "supervised" or "context"; an image run's text is empty."""
+    """Consecutive tokens of one kind: "image" (with empty text), "supervised" or "context"."""
 
     kind: str
     num_tokens: int
@@ -30,7 +30,7 @@ class Run:
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A sample for display. images: with boxes, not cut into tiles; title: its place in the data."""
+    """A sample for display. title: its id and place in the data; images: whole images with boxes drawn on them."""
 
     title: str
     note: str
@@ -39,9 +39,9 @@ class ShownSample:
 
 
 def runs_of(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[Run, ...]:
-    """Split a sample's ids (IMAGE_TOKEN_INDEX at image positions) into runs; their texts join to the sample's."""
+    """Split a sample's ids (IMAGE_TOKEN_INDEX at image positions) into runs of one kind, with their decoded texts."""
     runs, end = [], 0
-    piece_start, text_before = 0, ""  # text is decoded together with the preceding text since the last image
+    piece_start, text_before = 0, ""  # decoding starts at the last image, as a run's text may depend on earlier tokens
     for kind, neighbours in itertools.groupby(map(_kind, input_ids, labels)):
         length = len(list(neighbours))
         end += length
@@ -56,7 +56,7 @@ def runs_of(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokeni
 
 
 def draw_boxes(image: Image.Image, boxes: Iterable[Numbers]) -> Image.Image:
-    """Return a copy of an image with boxes and points (in its pixels), drawn thick enough to be visible on the page."""
+    """Return a copy of an image with boxes and points drawn on it, visible even on a thumbnail. boxes: in pixels."""
     image = image.copy()
     draw, line = ImageDraw.Draw(image), max(1, round(2 * max(image.size) / THUMBNAIL))
     for colour, box in zip(itertools.cycle(BOX_COLOURS), boxes):
@@ -68,14 +68,14 @@ def draw_boxes(image: Image.Image, boxes: Iterable[Numbers]) -> Image.Image:
 
 
 def supervised_text(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text that the model learns to write: every supervised stretch decoded separately, joined."""
+    """Return the text that the model learns to write: the supervised stretches, decoded separately and joined."""
     neighbours = itertools.groupby(zip(input_ids, labels), key=lambda pair: pair[1] != IGNORE_INDEX)
     stretches = [[token for token, _ in pairs] for supervised, pairs in neighbours if supervised]
     return "".join(tokenizer.decode(stretch, clean_up_tokenization_spaces=False) for stretch in stretches)
 
 
 def in_terminal(sample: ShownSample, coloured: bool) -> str:
-    """Return a sample as text, the supervised part green, or between >>> and <<< without colours."""
+    """Return a sample as text. The supervised part is green if `coloured`, else between >>> and <<<."""
     opening, closing = ("\x1b[32m", "\x1b[0m") if coloured else (">>>", "<<<")
     parts = [f"--- {printable(sample.title)} ({printable(sample.note)})\n"]
     for run in sample.runs:
@@ -88,9 +88,9 @@ def in_terminal(sample: ShownSample, coloured: bool) -> str:
 
 
 def page(title: str, summary: Iterable[str], samples: Iterable[ShownSample], rejected: Iterable[dict]) -> str:
-    """Return a self-contained HTML page: summary, samples with their images and mask, and rejected records.
+    """Return a self-contained HTML page with the summary, the samples and their images, and the rejected records.
 
-    title: the path of the data.
+    title: path of the data.
     """
     cards = [
         {

@@ -13,8 +13,8 @@ FILE = "evals.jsonl"
 class EvalLoss(NamedTuple):
     """The result of an evaluation.
 
-    loss: mean over supervised tokens (or pairs of answers); tokens, samples: their numbers; by_source: mean per data
-    source, if there are several; metrics: means of the objective's metrics.
+    loss: mean over supervised tokens (or pairs of answers). tokens, samples: number of supervised tokens, of samples.
+    by_source: mean loss per data source, if there are several. metrics: means of the objective's metrics.
     """
 
     loss: float
@@ -25,9 +25,9 @@ class EvalLoss(NamedTuple):
 
 
 class Evals:
-    """Writes and prints eval losses, on rank 0. A resumed run drops losses after its checkpoint, as in metrics.jsonl.
+    """Writes evals.jsonl and prints eval results, on rank 0. A resumed run drops the rows after its checkpoint.
 
-    losses: the rows of evals.jsonl so far on rank 0, empty on other ranks.
+    losses: rows of evals.jsonl on rank 0, empty on other ranks.
     """
 
     def __init__(self, output_dir: Path, resume_step: int, ranks: Ranks, trackers: Trackers) -> None:
@@ -40,7 +40,7 @@ class Evals:
             self._steps = {row["step"] for row in self.losses}
 
     def has(self, step: int) -> bool:
-        """Return True if an earlier start evaluated after this step. Only rank 0 knows."""
+        """Return True if the run evaluated after this step before it was resumed. Call it on rank 0 only."""
         return step in self._steps
 
     def add(
@@ -54,8 +54,8 @@ class Evals:
     ) -> None:
         """Record an evaluation.
 
-        found: None without eval samples; scores: metrics besides the loss; broken: number of samples left out of the
-        loss, because their images could not be read; seconds: time for the loss, and for the scores.
+        found: the eval loss, None without eval samples; scores: metrics besides the loss; broken: number of samples
+        left out of the loss because their images could not be read; seconds: time for the loss, time for the scores.
         """
         if not self.is_first:
             return

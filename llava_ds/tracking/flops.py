@@ -1,15 +1,15 @@
 # T tokens, L tokens of one sample, S supervised positions, N image tiles
-"""Useful floating-point operations of training, for MFU, from the configurations alone.
+"""Count the useful floating-point operations of training, for MFU, from the configurations alone.
 
-A matrix costs 2 FLOPs per weight and token forward; backward costs 2 for its input's gradient, if it or a part before
-it trains, and 2 for its own gradient, if it trains. Attention costs 4 times the width of all heads per layer and pair
-of tokens in which one sees the other, L (L + 1) / 2 per sample, and twice that backward. Where an image's tokens see
-each other, its P tokens add P (P - 1) / 2 pairs. A layer with a state (the delta rule) has no pairs: per token it costs
-6 times the values in its states (read twice, changed once), and twice that backward.
+Forward, a matrix costs 2 FLOPs per weight and token. Backward, it costs 2 for its input's gradient, if anything before
+it trains, and 2 for its weight's gradient, if it trains. Per layer, attention costs 4 times the width of all heads for
+each pair of a token and a visible token, L (L + 1) / 2 per sample; backward costs twice that. If an image's P tokens
+see each other, they add P (P - 1) / 2 pairs. A layer with a state (the delta rule) has no pairs: forward, it costs 6
+FLOPs per token and state value (read twice, changed once), and backward twice that.
 
-Only the maths that a step needs is counted: no padding, no recomputation, no blank images; every layer at every token,
-windows as full attention; the output layer at supervised positions only. Norms, activations and the optimizer are not
-counted, as usual.
+Padding, recomputation and blank images are not counted. Every layer counts at every token, attention windows count as
+full attention, and the output layer counts at supervised positions only. As usual, norms, activations and the optimizer
+are not counted.
 Source: Chowdhery et al. 2022 (arXiv 2204.02311), appendix B.
 """
 
@@ -28,18 +28,18 @@ from llava_ds.model.families.language import attention_widths, has_state, num_at
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.vision import TowerPlan
 
-MATRICES = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d)  # a convolution in a layer with a state is depthwise
-SAMPLE = (1.25, 0.25)  # a sample's tokens per image token, and the supervised fraction
+MATRICES = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d)  # Conv1d: the depthwise convolution in a layer with a state
+SAMPLE = (1.25, 0.25)  # a typical sample's tokens per image token, and supervised fraction
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs of forward and backward.
+    """FLOPs of forward and backward, per unit of input.
 
-    per_token: in all layers of the language model; per_pair: per pair of tokens in its attention; per_tile: in tower
-    and projector; per_target: per supervised position in the output layer; per_tile_pair: per pair of one image's tiles
-    in a tower that takes whole images; forward_per_token, forward_per_pair: the forward's part, which checkpointed
-    layers compute once more (MFU does not count this as useful).
+    per_token: all layers of the language model, without attention. per_pair: attention per pair of tokens. per_tile:
+    tower and projector. per_target: output layer per supervised position. per_tile_pair: attention per pair of an
+    image's tiles, in a tower that takes whole images. forward_per_token, forward_per_pair: the forward part, which
+    checkpointed layers compute once more (not useful FLOPs in MFU).
     """
 
     per_token: float
@@ -51,8 +51,8 @@ class ModelFlops:
     per_tile_pair: float = 0.0
 
     def of(self, tokens: float, pairs: float, tiles: float, targets: float, tile_pairs: float = 0.0) -> float:
-        """Total FLOPs of a step or a sample with these counts. pairs: the sum of L (L + 1) / 2 over samples;
-        tile_pairs: as in Counts."""
+        """Return the total FLOPs for these counts. pairs: sum of L (L + 1) / 2 over samples; targets: supervised
+        positions; tile_pairs: as in Counts."""
         images = self.per_tile * tiles + self.per_tile_pair * tile_pairs
         return self.per_token * tokens + self.per_pair * pairs + images + self.per_target * targets
 
@@ -62,8 +62,8 @@ class ModelFlops:
         return replace(self, **{name: getattr(self, name) / tp for name in shared})
 
     def of_stage(self, layers: float, is_first: bool, is_last: bool) -> "ModelFlops":
-        """Return the FLOPs of a pipeline stage. layers: its share of the layers; is_first: it also has the tower;
-        is_last: it has the output layer."""
+        """Return the FLOPs of a pipeline stage. layers: its fraction of the layers; is_first: True if it has the tower;
+        is_last: True if it has the output layer."""
         shared = ("per_token", "per_pair", "forward_per_token", "forward_per_pair")
         ends = {name: getattr(self, name) * is_first for name in ("per_tile", "per_tile_pair")}
         ends |= {"per_target": self.per_target * is_last}
@@ -71,19 +71,19 @@ class ModelFlops:
 
     @property
     def pair_cost(self) -> float:
-        """Return c in a sample's cost L + c L**2, in units of one token's matrices: half a pair's FLOPs."""
+        """The factor c in a sample's cost L + c L**2, in units of per_token; L**2 / 2 approximates the pairs."""
         return self.per_pair / (2 * self.per_token)
 
     @property
     def other_costs(self) -> tuple[float, float, float]:
-        """Costs of a supervised token, a tile and a pair of tiles, in units of one token's matrices."""
+        """Costs, in units of per_token: supervised token, tile, pair of tiles."""
         return tuple(each / self.per_token for each in (self.per_target, self.per_tile, self.per_tile_pair))
 
 
 def model_flops(text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> ModelFlops:
-    """Return the FLOPs of a model with these flags. It is built on the meta device, so no family is a special case.
+    """Return the FLOPs of a model with these flags, from a model built on the meta device.
 
-    Counts matrices that extensions add; packed weights count like unpacked ones.
+    Matrices that extensions add are counted. Quantized weights count like unquantized ones.
     """
     with no_init_weights(), torch.device("meta"):
         model = assemble(text, tower, args, torch.zeros(3), torch.zeros(3))
@@ -91,13 +91,13 @@ def model_flops(text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) 
 
 
 def flops_of_model(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> ModelFlops:
-    """Return the FLOPs of a model that was built without its adapters."""
+    """Return the FLOPs of a model. model: built without adapters, whose FLOPs are added here."""
     parts, adapted = trained_parts(args), adapted_parts(args)
     llm = model.language_model
     added: Counter[str] = Counter()
     for wrap in active(args.own, text).wraps:
         added.update(wrap.weights_per_token(model, tower.architecture, text, args))
-    # Per part: the share of layers that train, and the share of layers that gradients flow through.
+    # Fractions of a part's layers. trains_*: layers that train; passes_*, reaches_*: layers with a gradient.
     top_llm, top_tower = args.unfreeze_topk_llm / text.num_hidden_layers, args.unfreeze_topk_vision / tower.num_layers
     trains_tower = (top_tower or 1) if "vision_tower" in parts else 0
     trains_layers = (top_llm or 1) if "language_model" in parts - adapted else 0
@@ -131,22 +131,22 @@ def flops_of_model(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, 
 
 
 def _times(passes: float, trains: float) -> float:
-    """FLOPs per weight and token: forward, the input's gradient and the weight's own. passes, trains: shares of the
-    weights that get the second and the third."""
+    """Return the FLOPs per weight and token. passes, trains: fractions of the weights for which backward computes the
+    input's gradient, and the weight's gradient."""
     return 2 + 2 * passes + 2 * trains
 
 
 def _block_pairs(text: PreTrainedConfig, tower: TowerPlan) -> tuple[float, float]:
-    """Forward FLOPs per pair of tiles and per tile of the additional pairs, where an image's tokens see each other."""
+    """Return forward FLOPs (per pair of tiles, per tile) of the attention between all tokens of an image, if any."""
     if not tower.has_image_blocks:
         return 0.0, 0.0
     pair, tokens = 4 * sum(attention_widths(text, tower.blocks_need_windows)), tower.images.num_tokens
-    # An image of n cells has n (n - 1) / 2 such pairs.
+    # An image of n cells adds n (n - 1) / 2 pairs.
     return (0.0, pair * tokens * (tokens - 1) / 2) if tower.cells is None else (pair / 2, -pair / 2)
 
 
 def _state_flops(text: PreTrainedConfig) -> int:
-    """Forward FLOPs per token in the states of all layers that have one."""
+    """Return the forward FLOPs per token for the states of all layers that have one."""
     if not has_state(text):
         return 0
     numbers = text.linear_num_value_heads * text.linear_key_head_dim * text.linear_value_head_dim
@@ -154,15 +154,15 @@ def _state_flops(text: PreTrainedConfig) -> int:
 
 
 def _tiles_of(plan: TowerPlan) -> int:
-    """Return the number of tiles that the tower sees per tile: with S2, the sum over its scales."""
+    """Return how many tiles the tower encodes per input tile: 1, or with S2 the sum over its scales."""
     return sum((scale // plan.scales[0]) ** 2 for scale in plan.scales) if plan.scales else 1
 
 
 def _tower_flops(tower: nn.Module, plan: TowerPlan, passes: float, trains: float) -> float:
-    """FLOPs per tile, at every scale of S2. The patch embedding passes no gradient on, and trains only with all layers.
+    """Return the FLOPs per tile, over all scales of S2. The patch embedding trains only if all layers train.
 
-    passes, trains: the share of layers that gradients flow through, and the share that train. For a tower that takes
-    whole images: attention of layers with windows, as full windows; the other layers' attention is not included.
+    passes, trains: fractions of layers with an input gradient, and of layers that train. For a tower that takes whole
+    images, this includes the attention in layers with windows, as full windows; _tile_pair_flops has the rest.
     """
     positions, embedding = plan.num_positions, plan.patch_embedding(tower)
     layers, beside = _dense_weights(tower, but=embedding), 0.0
@@ -182,7 +182,7 @@ def _tower_flops(tower: nn.Module, plan: TowerPlan, passes: float, trains: float
 
 
 def _tile_pair_flops(plan: TowerPlan, passes: float) -> float:
-    """FLOPs per pair of an image's cells in which one sees the other, in the layers without windows."""
+    """Return the attention FLOPs per pair of an image's cells, in the tower's layers without windows."""
     if plan.cells is None:
         return 0.0
     layers = plan.num_layers - plan.windowed_layers
@@ -196,13 +196,13 @@ def _projector_flops(
     parts: frozenset[str],
     adapted: frozenset[str],
 ) -> float:
-    """FLOPs per tile. The first matrix's input needs a gradient only if the tower or a norm trains.
+    """Return the FLOPs per tile. The first matrix's input needs a gradient only if the tower or a norm trains.
 
-    parts: the parts that train; adapted: the parts with adapters.
+    parts: model parts that train; adapted: model parts with adapters.
     """
     trains, changes = "projector" in parts, "projector" in parts | adapted
     matrices = [p for p in projector.parameters() if p.ndim > 1]
-    # A matrix outside a layer module has a norm before it, even if the norm is registered later.
+    # If the first parameter is not a layer's weight, a norm precedes the first matrix, even if registered after it.
     layers = [m.weight for m in projector.modules() if isinstance(m, MATRICES)]
     first = matrices[0] if layers and next(projector.parameters()) is layers[0] else None
     per_feature = sum(

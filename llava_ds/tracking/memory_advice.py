@@ -1,4 +1,4 @@
-"""Flags to change for less memory, the cheapest first."""
+"""Suggest flags that save memory, the cheapest first."""
 
 from llava_ds.batch import Batch
 from llava_ds.config.properties import features
@@ -10,10 +10,10 @@ from llava_ds.extensions.table import EXTENSIONS
 
 
 def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -> list[str]:
-    """List the flags to change, the cheapest first."""
+    """Return lines with flags that save memory, the cheapest first. batch: the current micro-batch, or None."""
     args, training, stage = resolved.args, resolved.args.training, resolved.zero_stage
     broken = {name for each in features(args) for name in each.breaks}
-    # Per rank.
+    # Token counts per rank.
     longest = -(-longest_sample // args.ranks_per_token)
     tokens = max(longest, batch.input_ids.shape[1] if batch is not None else 0)
     least = max(longest, tokens // 2)
@@ -29,7 +29,7 @@ def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -
     if offload_device(resolved.config, "offload_optimizer") == "none" and "offload" not in broken:
         name = "zero3_offload" if stage == 3 else "zero2_offload"
         lines.append(f"--deepspeed_config ds_configs/{name}.json: optimizer states in the node's memory, slower")
-    # A checkpoint belongs to its layout and stage.
+    # A checkpoint can be resumed only with the same layout and ZeRO stage.
     restart = "these start the run again, with --resume never, except --gradient_checkpointing"
     return [f"to need less, the cheapest first ({restart}):", *(f"  {line}" for line in lines)]
 
@@ -46,7 +46,7 @@ def _about_layers(training: TrainingArguments, broken: set[str]) -> list[str]:
 
 
 def _about_tokens(training: TrainingArguments, tokens: int, least: int) -> list[str]:
-    """List flags for smaller micro-batches. tokens: in a rank's micro-batch; least: the fewest it could have."""
+    """Return lines with flags for smaller micro-batches. tokens: per rank and micro-batch; least: smallest possible."""
     lines = []
     if training.loss_reduction == "token" and not training.steps_across_epochs and least < tokens:
         lines.append(f"--tokens_per_micro_batch {least}: the same steps in more, smaller micro-batches")

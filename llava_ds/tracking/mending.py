@@ -1,4 +1,4 @@
-"""Repair the files of an earlier start in --output_dir: damaged ones are renamed, and a message names them."""
+"""Repair damaged files that an earlier start left in --output_dir. The originals are renamed and reported."""
 
 import fnmatch
 import os
@@ -20,7 +20,7 @@ class _Step(TypedDict):
 
 
 class _Metrics(TypedDict):
-    """The fields of a row of metrics.jsonl that are used in later computations."""
+    """The fields of a metrics.jsonl row that later code reads."""
 
     step: int
     loss: float
@@ -47,9 +47,9 @@ OTHERS = ("run.json", "ds_config.json", "trainer_state.json", "data_files.parque
 
 
 def mend_side_files(output_dir: Path, names: Iterable[str], ranks: Ranks) -> None:
-    """Rename anything but a regular file, and rewrite damaged .jsonl files without the damaged lines. Collective.
+    """Repair a run's files: rename what is not a regular file, and drop damaged lines from .jsonl files. Collective.
 
-    names: files that a run writes, including patterns. Raises ConfigError on every rank if this fails.
+    names: file names or patterns of the run's files. Raises ConfigError on every rank if a file can't be renamed.
     """
     wanted = (*names, *OTHERS)
 

@@ -1,5 +1,5 @@
 """Copies of metrics.jsonl in other formats: metrics.csv for spreadsheets, with a line per optimizer step, and
-trainer_state.json in the format of Hugging Face's Trainer, for programs that read it."""
+trainer_state.json for programs that read the format of Hugging Face's Trainer."""
 
 import json
 from collections.abc import Iterable
@@ -12,26 +12,26 @@ TRAINER_STATE = "trainer_state.json"
 
 
 class MetricsTable:
-    """metrics.csv, kept in step with metrics.jsonl: appended to, and rewritten from it when in doubt.
+    """Writes metrics.csv: appends rows, and rewrites the file from metrics.jsonl at each start and after an error.
 
-    Its columns are the scalar numbers of the newest row when it is rewritten, so a new number in the log becomes a
-    column. A killed run leaves no half line and no repeated line: the next start rewrites the file, in one rename.
+    A rewrite takes the columns from the scalar numbers of the newest row, so a new number in the log becomes a column.
+    The rewrite is atomic and removes half or repeated lines of a killed run.
     """
 
     def __init__(self, path: Path, log: Path) -> None:
-        """log: metrics.jsonl; it gets each row before this table does."""
+        """log: path of metrics.jsonl. It has to be written before this table."""
         self.path, self.log = path, log
-        self.follows = False  # True if the file has all rows written so far
+        self.follows = False  # True if metrics.csv has all rows of metrics.jsonl
         self.columns: list[str] = []
 
     def write(self, rows: list[dict]) -> None:
-        """Add rows of metrics.jsonl. With a full disk the table is incomplete until there is room again."""
+        """Add rows that metrics.jsonl already has. If the disk is full, a later call rewrites the table."""
         try:
             if self.follows:
                 append(self.path, as_csv(rows, self.columns))
                 return
             stored = read_metrics(self.log)
-            row = (stored or rows)[-1]  # a full disk may have kept all rows out of the log
+            row = (stored or rows)[-1]  # if the disk is full, the log may be empty
             self.columns = [name for name, each in row.items() if name == "lr" or not isinstance(each, (list, dict))]
             write_whole(self.path, ",".join(self.columns) + "\n" + as_csv(stored, self.columns))
             self.follows = True
@@ -40,12 +40,12 @@ class MetricsTable:
 
 
 def as_csv(rows: Iterable[dict], columns: list[str]) -> str:
-    """Return lines of the table, with six digits; missing values are empty."""
+    """Return the rows as CSV lines, with six significant digits; missing values are empty."""
     return "".join(",".join(_cell(row.get(name)) for name in columns) + "\n" for row in rows)
 
 
 def _cell(value: object) -> str:
-    kind = type(value)  # fast: called for each cell of every step
+    kind = type(value)  # compared below, because isinstance is slower and this runs for each cell of every step
     if kind is int:
         return str(value)
     if kind is list:

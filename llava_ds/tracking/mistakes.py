@@ -1,4 +1,4 @@
-"""Wrong answers of an evaluation, the most confident first: for the terminal, and with images for the page."""
+"""Show wrong answers of an evaluation, the most confident first, in the terminal and with images on the page."""
 
 import heapq
 import json
@@ -12,15 +12,15 @@ from llava_ds.tracking.series import is_number
 from llava_ds.tracking.shown_images import shown_image
 
 MOST_SHOWN = 12  # number of mistakes on the page
-MOST_IMAGES = 4  # per question
-RIGHT = 0.5  # minimum score of a right answer: VQA's accuracy is graded
+MOST_IMAGES = 4  # maximum images shown per question
+RIGHT = 0.5  # minimum score of a right answer, because VQA's accuracy has values between 0 and 1
 LONGEST_TEXT = 200  # characters of a question or an answer in the terminal
 
 
 def most_confident(rows: Iterable[dict], metric: str, most: int) -> tuple[list[dict], int]:
-    """Return at most `most` wrong answers, by falling confidence, and the number of wrong answers.
+    """Return the `most` most confident wrong answers, and the number of all wrong answers.
 
-    rows: of OUTPUT.jsonl. For a metric other than accuracy, return the lowest scores of all answers.
+    rows: rows of OUTPUT.jsonl. For a metric other than accuracy, all answers count, and the lowest scores come first.
     """
     count, graded = 0, metric != "accuracy"
 
@@ -32,13 +32,13 @@ def most_confident(rows: Iterable[dict], metric: str, most: int) -> tuple[list[d
                 count += 1
                 yield row
 
-    # Take at least one: rows have to be read to be counted.
+    # Ask for at least one: nsmallest(0) would read no rows, so none would be counted.
     found = heapq.nsmallest(max(1, most), wrong(), key=lambda row: (row["score"] if graded else 0, -row["logprob"]))
     return found[:most], count
 
 
 def mistake_lines(rows: Iterable[dict], metric: str, most: int) -> list[str]:
-    """Return a line with the count, and two for each of the most confident mistakes. most: 0 to count only."""
+    """Return a line with the count, and two lines per mistake, the most confident first. most: 0 to count only."""
     found, count = most_confident(rows, metric, most)
     if count == 0:
         return ["all answers are right"]
@@ -51,7 +51,7 @@ def mistake_lines(rows: Iterable[dict], metric: str, most: int) -> list[str]:
             f"  {percent(row)}  {_quoted(row.get('text'))}, expected {_quoted(reference_text(row.get('reference')))}"
         )
         places = [str(place.get("path") if isinstance(place, dict) else place) for place in row.get("images", ())]
-        # Omit the kind that is the prompt itself.
+        # A question without kinds has its prompt as its kind; the prompt is shown anyway.
         kinds = [kind for kind in row.get("kinds", ()) if kind != row.get("prompt")]
         about = [f"id {row.get('question_id')}", *kinds, *places]
         lines.append(f"          {_short(row.get('prompt'))}  ({', '.join(about)})")
@@ -59,7 +59,7 @@ def mistake_lines(rows: Iterable[dict], metric: str, most: int) -> list[str]:
 
 
 def mistakes_part(run: RunFiles) -> list[Block]:
-    """Return the most confident mistakes of every evaluation in a run's folder."""
+    """Return blocks with the most confident mistakes of every evaluation in a run's folder."""
     blocks: list[Block] = []
     for name, content in run.evaluations.items():
         path = run.output_dir / Path(name).with_suffix(".jsonl")
@@ -110,7 +110,7 @@ def _card(row: dict, turns: object, output_dir: Path) -> dict[str, object]:
 
 
 def percent(row: dict) -> str:
-    """Format the probability of an answer."""
+    """Format the probability that the model gave to an answer. row: with its logprob."""
     probability = math.exp(min(0.0, row["logprob"]))
     if probability >= 0.9995:
         return ">99.9 %"
@@ -118,7 +118,7 @@ def percent(row: dict) -> str:
 
 
 def reference_text(reference: object) -> str:
-    """Return the text of a reference, or the distinct texts of several."""
+    """Return a reference answer as text; several references are joined without duplicates."""
     if isinstance(reference, list):
         return " / ".join(dict.fromkeys(map(str, reference)))
     return str(reference)

@@ -1,4 +1,4 @@
-"""The message for running out of memory: the place in the run, the memory in use, and flags to change."""
+"""Explain an out-of-memory error: where the run was, how much memory is in use, and which flags to change."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,18 +17,18 @@ from llava_ds.runtime.ranks import Ranks
 if TYPE_CHECKING:
     from llava_ds.engine.warm_up import LargestMicroBatch
 
-MOST_NAMED = 8  # samples
+MOST_NAMED = 8  # maximum sample ids in a message
 
 
 class MemoryWatch:
-    """Context in which running out of memory becomes a ConfigError that names the samples and the flags to change."""
+    """Context manager that turns an out-of-memory error into a ConfigError with the samples and flags to change."""
 
     def __init__(self, engine, resolved: ResolvedConfig, plan: StepPlan, done: Callable[[], int], ranks: Ranks) -> None:
-        """done: returns the number of finished steps."""
+        """done: function that returns the number of finished steps."""
         self._resolved, self._plan, self._done = resolved, plan, done
         self._ranks = ranks
         self._warming_up: list[int] | None = None
-        self._step = self._index = -1  # the step, and the index of its micro-batch
+        self._step = self._index = -1  # finished steps at the last forward, and its micro-batch
         self._batch: Batch | None = None
         self._trains = True
         engine.register_forward_pre_hook(self._note)
@@ -59,7 +59,7 @@ class MemoryWatch:
 
     @contextmanager
     def warm_up(self, largest: "LargestMicroBatch") -> Iterator[None]:
-        """Context for the warm-up before the first step."""
+        """Context manager for the warm-up before the first step. largest: the micro-batch that it uses."""
         self._warming_up = largest.samples
         with self:
             yield
@@ -75,7 +75,7 @@ class MemoryWatch:
             samples = self._warming_up
         elif not self._trains:
             return f"{place} evaluating after step {self._step:,}: {_size(self._batch)}"
-        elif self._done() > self._step:  # in a hook, outside the step's own micro-batches
+        elif self._done() > self._step:  # in a hook after the step
             return f"{place} after step {self._done():,}"
         elif self._resolved.args.traits.draws:
             return f"{place} training on answers in step {self._step + 1:,}: {_size(self._batch)}"
@@ -91,12 +91,12 @@ def _size(batch: Batch) -> str:
 
 
 def name_samples(dataset: EncodedDataset, samples: list[int]) -> str:
-    """Return the number of samples and the first few ids."""
+    """Return a text with the number of samples and the first ids."""
     ids = sample_ids(dataset, samples[:MOST_NAMED])
     more = f" and {len(samples) - MOST_NAMED:,} more" if len(samples) > MOST_NAMED else ""
     return f"{len(samples):,} samples ({', '.join(ids)}{more})"
 
 
 def name_rank_samples(plan: StepPlan, step: int, rank: int) -> str:
-    """Name the samples of one rank in an optimizer step."""
+    """Return a text with the number and the first ids of a rank's samples in an optimizer step."""
     return name_samples(plan.dataset, [sample for micro_batch in plan.of_rank(step, rank) for sample in micro_batch])

@@ -19,12 +19,12 @@ from llava_ds.tracking.wording import NUMBERS, model_of, num_bytes
 
 FILE = "report.html"
 HOW = "python run/evaluate.py --model_path {folder} --compare_without_image --output {folder}/evaluation.json"
-MOST_REJECTED = 50  # rows of a table
+MOST_REJECTED = 50  # maximum rows in the tables of rejected records and skipped steps
 LEFT_OUT = "left out:"  # prefix of the reasons in EncodedDataset.summary
 
 
 def report_at_end(output_dir: Path) -> None:
-    """Write the report of a finished run, and print its path. A run never fails because of its report."""
+    """Write the report of a finished run, and print its path. An error is printed as a warning."""
     try:
         print(f"report: {write_report(output_dir)}", flush=True)
     except Exception as error:  # usually a full disk
@@ -38,7 +38,7 @@ def report_at_end(output_dir: Path) -> None:
 def write_report(output_dir: Path, path: Path | None = None) -> Path:
     """Write the report of a finished, killed or running run from the files in its folder. Returns its path.
 
-    path: of --html (raises ConfigError if it can't be written); None: report.html in that folder (raises OSError).
+    path: --html's file, or None for report.html in the folder. If it can't be written, raises ConfigError or OSError.
     """
     page = report_page(read_run(output_dir))
     if path is None:
@@ -50,7 +50,7 @@ def write_report(output_dir: Path, path: Path | None = None) -> Path:
 
 
 def _evaluations(run: RunFiles) -> tuple[Block, dict[str, list[Block]]]:
-    """Return the card of the run's scores, or the command that computes them, and the sections about evaluations."""
+    """Return the card at the top (the scores, or the command to compute them), and sections about the evaluations."""
     if not run.evaluations:
         return _not_evaluated(run), {}
     from llava_ds.tracking.mistakes import mistakes_part
@@ -121,7 +121,7 @@ MACHINE = ("tokens_per_s", "mfu", "wait", "peak_memory_bytes")
 
 
 def _figures(run: RunFiles, wanted: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return (number, label) for the run's numbers; problems only if any occurred."""
+    """Return (number, label) for the wanted numbers that the run has; counts of problems only if not zero."""
     numbers, problems = run.numbers, ("skipped_steps", "broken_samples")
     found = [name for name in wanted if name in numbers and (numbers[name] or name not in problems)]
     return [(NUMBERS[name].form(numbers[name]), NUMBERS[name].label) for name in found]
@@ -135,7 +135,7 @@ def _data(run: RunFiles) -> list[Block]:
     blocks: list[Block] = []
     if isinstance(summary, list):
         lines = list(map(str, summary))
-        if LEFT_OUT in lines and run.skipped:  # they have their own section
+        if LEFT_OUT in lines and run.skipped:  # the section "Left out" lists them
             lines = lines[: lines.index(LEFT_OUT)]
         blocks.append(pre("\n".join(lines)))
     if isinstance(lengths, dict) and isinstance(lengths.get("edges"), list) and isinstance(lengths.get("counts"), list):
@@ -147,7 +147,7 @@ def _data(run: RunFiles) -> list[Block]:
 
 
 def _eval_data(run: RunFiles, summary: object) -> list[Block]:
-    """Describe the eval data. summary: run.json's lines about them; without it, return nothing."""
+    """Return blocks about the eval data. summary: lines about it from run.json; empty result if that is no list."""
     if not isinstance(summary, list):
         return []
     blocks = [heading("Held out"), pre("\n".join(map(str, summary)))]

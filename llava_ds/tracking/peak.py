@@ -14,8 +14,8 @@ GEMM_TIME_S = 0.2
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """Return FLOP/s of a device in a precision, and a line that states their source.
 
-    It is the vendor's figure, by the GPU's name; for other GPUs, for CPUs and for fp32 without TF32, the measured
-    speed of a square matrix product.
+    The number is the vendor's figure if the GPU is known. For unknown GPUs, for CPUs and for fp32 without TF32, it is
+    the measured speed of a square matrix product.
     """
     name, known = "this CPU", None
     if device.type == "cuda":
@@ -29,7 +29,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def vendor_peak(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """Return FLOP/s by a GPU's name as torch reports it; None without a figure."""
+    """Return the vendor's FLOP/s for a GPU, None if unknown. name: as torch reports it."""
     from llava_ds.runtime.gpus import gpu_of_device
 
     found = gpu_of_device(name)
@@ -40,18 +40,18 @@ def vendor_peak(name: str, dtype: torch.dtype, tf32: bool = False) -> float | No
 
 
 def gemm_peak(device: torch.device, dtype: torch.dtype, time_s: float = GEMM_TIME_S) -> float:
-    """Return FLOP/s of the fastest of several square products, measured for about `time_s` seconds.
+    """Return the FLOP/s of the fastest of several square matrix products, measured for about `time_s` seconds.
 
-    Uses random numbers: GPUs multiply constant ones faster.
+    The matrices are random, because GPUs multiply constant ones faster.
     """
 
     def drawn(side: int) -> torch.Tensor:
-        """Draw from a separate generator, so that training's generator is unchanged."""
+        """Return a random matrix from a new generator, so the state of training's generator is unchanged."""
         return torch.randn(side, side, device=device, generator=torch.Generator(device)).to(dtype)
 
     if device.type == "cuda":
         return 2 * GEMM_SIDE**3 / _cuda_time_s(drawn(GEMM_SIDE), drawn(GEMM_SIDE), time_s)
-    # Begin small: if a CPU lacks the type, a large product would take minutes.
+    # Begin small, because a large product would take minutes on a CPU that lacks the dtype.
     best, side, started = 0.0, GEMM_SIDES_CPU[0], time.perf_counter()
     while not best or time.perf_counter() - started < time_s:
         one, other = drawn(side), drawn(side)
@@ -59,13 +59,13 @@ def gemm_peak(device: torch.device, dtype: torch.dtype, time_s: float = GEMM_TIM
         one @ other
         needed = max(time.perf_counter() - before, 1e-9)
         best = max(best, 2 * side**3 / needed)
-        if side < GEMM_SIDES_CPU[1] and needed < time_s / 32:  # doubling the side takes eight times as long
+        if side < GEMM_SIDES_CPU[1] and needed < time_s / 32:  # a product with twice the side takes eight times as long
             side *= 2
     return best
 
 
 def _cuda_time_s(one: torch.Tensor, other: torch.Tensor, time_s: float) -> float:
-    """Return the shortest time of a product; the first one is warm-up."""
+    """Return the shortest time in seconds of repeated products, at least two because the first warms up."""
     times, started = [], time.perf_counter()
     while len(times) < 2 or time.perf_counter() - started < time_s:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

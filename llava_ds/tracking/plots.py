@@ -15,10 +15,10 @@ LARGEST_SHARE = 1 / 200  # maximum fraction of the time spent drawing
 
 
 class LossPlot:
-    """loss.png, redrawn regularly by a thread, so that no step waits for it."""
+    """Draws loss.png regularly in a thread, so that no step waits for it."""
 
     def __init__(self, path: Path, title: str, rows: list[dict]) -> None:
-        """rows: rows of metrics.jsonl from before a resumed run."""
+        """rows: rows that metrics.jsonl already has when the run resumes."""
         self.path, self.title = path, title
         self.steps, self.losses, self.rates = array("q"), array("d"), array("d")  # 24 bytes per step
         self.thread: threading.Thread | None = None
@@ -30,7 +30,7 @@ class LossPlot:
         """Add rows, and start drawing if it is due."""
         self._take(rows)
         if time.monotonic() >= self.next_s and (self.thread is None or not self.thread.is_alive()):
-            self.next_s = math.inf  # until this drawing is done
+            self.next_s = math.inf  # _draw sets the next time
             count = len(self.steps)
             self.thread = threading.Thread(target=self._draw, args=(count,), name="loss.png", daemon=True)
             self.thread.start()
@@ -50,7 +50,7 @@ class LossPlot:
         self.rates.extend(max(row["lr"]) for row in rows)
 
     def _draw(self, count: int) -> None:
-        """Draw the first `count` rows: more may be added meanwhile."""
+        """Draw the first `count` rows, because write() may add more meanwhile."""
         started = time.monotonic()
         try:
             plot_loss(self.steps[:count], self.losses[:count], self.rates[:count], self.path, self.title)
@@ -76,7 +76,7 @@ def loss_figure(steps: Sequence[int], losses: Sequence[float], rates: Sequence[f
     from llava_ds.tracking.chart import is_far_apart, short
 
     figure = Figure(figsize=(8, 4.5))
-    # Automatic margins would draw it twice.
+    # Fixed margins, because automatic ones would draw the figure twice.
     figure.subplots_adjust(left=0.12, right=0.88, bottom=0.2, top=0.92)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -93,6 +93,6 @@ def loss_figure(steps: Sequence[int], losses: Sequence[float], rates: Sequence[f
     rate.plot(*thinned(steps, rates), color="tab:grey", linestyle=":", label="learning rate")
     rate.set_ylabel("learning rate")
     for each in (axes, rate):
-        each.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))  # 0.5, not 5 x 10^-1
+        each.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))  # 0.5 instead of 5 x 10^-1
     figure.legend(loc="lower center", ncols=2, frameon=False)
     return figure

@@ -1,4 +1,4 @@
-"""The numbers of a run in training: the progress bar, metrics.jsonl and .csv, loss.png, and --report_to's trackers."""
+"""Write the numbers of training to the progress bar, metrics.jsonl, metrics.csv, loss.png and trackers."""
 
 import dataclasses
 import math
@@ -27,11 +27,11 @@ from llava_ds.tracking.trackers import Trackers
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts about a run for its log.
+    """Properties of a run that its log needs.
 
-    title: of loss.png; name: of the bar; folder: of the log; resumed_step: number of steps before this start;
-    peak_flops: of one rank's device, per second; num_units: from Counts, the number of units that the objective's
-    metrics are means over; reads_late: read a step's results only after the next one is queued.
+    title: title of loss.png. name: label of the bar. folder: folder of the log. resumed_step: number of steps before
+    this start. peak_flops: FLOP/s of one rank's device. num_units: function from Counts to the number of units over
+    which the objective's metrics are means. reads_late: True to read a step's results after the next step is queued.
     """
 
     title: str
@@ -46,7 +46,7 @@ class RunFacts:
 
 
 class Reading(NamedTuple):
-    """Results of some steps, with their numbers being copied from the device."""
+    """Results of some steps, and their numbers while they are copied from the device."""
 
     results: list
     numbers: "NumbersFromDevice"
@@ -55,19 +55,19 @@ class Reading(NamedTuple):
 class Progress:
     """Takes the result of every step, reads the device only every --logging_steps, and writes on rank 0.
 
-    With reads_late, a step's numbers are copied from the device when it is done, and read when the next step is queued:
-    the device never idles because of the log. Numbers due at a save, an eval or the end are waited for at once. A new
-    number in the log needs one line in _row, or one entry in the objective's metrics.
+    With reads_late, the copy of a step's numbers from the device starts when the step is queued, and is read after the
+    next step is queued, so the device never idles because of the log. At a save, an eval and the end, it is read at
+    once. A new number in the log needs one line in _row, or one entry in the objective's metrics.
     """
 
     def __init__(self, run: RunFacts, plan: StepPlan, trackers: Trackers, ranks: Ranks, mesh: Mesh) -> None:
-        """trackers: from --report_to. Collective."""
+        """trackers: the trackers opened for --report_to."""
         self.run, self.plan, self.trackers, self.ranks, self.mesh = run, plan, trackers, ranks, mesh
         self.sources = plan.dataset.sources
         self.pending: list = []  # steps not read yet
         self.readings: list[Reading] = []
         self.elapsed_s = 0.0  # time of the steps since the last write of the log
-        self.waited_s = 0.0  # device wait of the last read, part of the next step's time
+        self.waited_s = 0.0  # seconds that the last read waited; the next step's time includes them
         self.smoothed, self.num_broken = Smoothed(), 0
         if ranks.is_first:
             metrics = run.folder / "metrics.jsonl"
@@ -77,9 +77,9 @@ class Progress:
         self.bar = progress_bar(total=plan.num_steps, initial=run.resumed_step, desc=run.name, unit="step")
 
     def after_step(self, result, flush: bool = False) -> tuple[list, list[dict]]:
-        """Take a StepResult from the loop. Returns the results that were read from the device, and their rows.
+        """Take a StepResult from the loop. Returns the results that were read from the device, and their log rows.
 
-        flush: write at once, so that the log is as new as a checkpoint; a checkpoint's time is not part of a step.
+        flush: True to write at once, before a checkpoint; its time does not count as step time.
         """
         self.pending.append(result)
         self.elapsed_s += result.step_time_s
@@ -90,11 +90,11 @@ class Progress:
         return read
 
     def flush(self) -> tuple[list, list[dict]]:
-        """Write the pending results, and return them like after_step. Collective."""
+        """Write the pending results, and return them and their log rows. Collective."""
         return self._write(True, True)
 
     def _write(self, is_due: bool, at_once: bool) -> tuple[list, list[dict]]:
-        """Write the steps whose reading began before this call and, if at_once, those that are due now."""
+        """Write the steps whose copies an earlier call began, and the pending steps if is_due and at_once."""
         if not self.readings and not (is_due and self.pending):
             return [], []
         started = time.perf_counter()
@@ -109,7 +109,7 @@ class Progress:
         with waiting("the numbers of a step"):
             read = [result for reading in ready for result in self._end(reading)]
         waited_s = time.perf_counter() - started
-        # Steps are queued faster than the device runs them: time is known only for all steps read together.
+        # The host queues steps ahead of the device, so only the total time of the steps read together is known.
         seconds = self.elapsed_s - self.waited_s + waited_s
         self.elapsed_s, self.waited_s = 0.0, waited_s
         rates = self._rates(read, seconds)
@@ -121,7 +121,7 @@ class Progress:
         return read, rows
 
     def close(self) -> None:
-        """End the bar and draw the curve."""
+        """Write the pending results, end the bar, and draw the loss curve."""
         self.flush()
         self.bar.close()
         if self.ranks.is_first:
@@ -146,7 +146,7 @@ class Progress:
         return Reading(results, NumbersFromDevice(both, self.ranks.device))
 
     def _end(self, reading: Reading) -> list:
-        """Return the results with numbers instead of tensors."""
+        """Wait for the copies, and return the results with numbers instead of tensors."""
         read = []
         for result, found in zip(reading.results, reading.numbers.read()):
             counts = Counts(*map(int, found["counts"]))
@@ -161,7 +161,7 @@ class Progress:
         return read
 
     def _gather_means(self, means: torch.Tensor) -> torch.Tensor:
-        """Return (ranks, micro-batches) from each rank's (micro-batches,)."""
+        """Gather the micro-batch means of all ranks: (dp, micro-batches) from (micro-batches,). Collective."""
         table = means.new_zeros(self.mesh.dp, len(means))
         table[self.mesh.dp_rank] = means
         return sum_over(self.mesh.data_group, table)
@@ -179,7 +179,7 @@ class Progress:
             "step": result.step,
             "epoch": round(result.step / self.plan.steps_per_epoch, 5),
             "loss": result.loss,
-            "lr": [float(f"{rate:.7g}") for rate in result.lr],  # more digits mean nothing and fill the disk
+            "lr": [float(f"{rate:.7g}") for rate in result.lr],  # more digits would only fill the disk
             "grad_norm": None if norm is None or not math.isfinite(norm) else float(f"{norm:.7g}"),
             "samples": result.counts.samples,
             "tokens": result.counts.tokens,
@@ -194,14 +194,14 @@ class Progress:
         assert row.keys() <= COLUMNS, "a new column is missing in COLUMNS"
         assert not COLUMNS & result.metrics.keys(), "an objective's metric has a column's name"
         row.update(result.metrics)
-        # Long runs log the sources' losses of every n-th step only, so that logs of mixtures stay small.
+        # Long runs log the sources' losses only at every n-th step, to keep the log of many sources small.
         shown = result.step % self.trackers.every == 0 or result.step == self.plan.num_steps
         if result.by_source is not None and shown:
             row["source_losses"] = means_by_source(self.sources, *result.by_source)
         return row if result.means is None else {**row, "micro_batch_losses": result.means}
 
     def _show(self, rows: list[dict], wait: float) -> None:
-        """Show the rows in the bar. wait: fraction of the time without data, on this rank."""
+        """Show the rows in the bar. wait: fraction of the time that this rank waited for data."""
         for row in rows:
             self.smoothed.add(row["loss"])
         last = rows[-1]
@@ -220,7 +220,7 @@ class Progress:
 
 
 def summed(steps: list[dict[str, torch.Tensor]], mesh: Mesh) -> list[dict[str, torch.Tensor]]:
-    """Sum the tensors of some steps over the data group, in one collective, as float64."""
+    """Sum the tensors of some steps over the data group, as float64, in one collective."""
     tensors = [tensor for step in steps for tensor in step.values()]
     flat = sum_over(mesh.data_group, torch.cat([tensor.double().flatten() for tensor in tensors]))
     parts = iter(flat.split([tensor.numel() for tensor in tensors]))
@@ -228,7 +228,7 @@ def summed(steps: list[dict[str, torch.Tensor]], mesh: Mesh) -> list[dict[str, t
 
 
 class NumbersFromDevice:
-    """A single copy of all tensors in some dicts; only read() waits for it."""
+    """Copies all tensors of some dicts from the device, in a single asynchronous copy; read() waits for it."""
 
     def __init__(self, steps: list[dict[str, object]], device: torch.device) -> None:
         self._steps, self._device = steps, device
@@ -250,7 +250,7 @@ class NumbersFromDevice:
         return [{name: self._number(value, parts) for name, value in step.items()} for step in self._steps]
 
     def _is_copied(self, value: object) -> bool:
-        """True for tensors on the device; with offload, some are on the host already."""
+        """Return True for a tensor on the device; with offload, some tensors are on the host already."""
         return isinstance(value, torch.Tensor) and value.device.type == self._device.type
 
     def _number(self, value: object, parts: Iterator[torch.Tensor]) -> object:
@@ -259,7 +259,7 @@ class NumbersFromDevice:
         return value.double().tolist() if isinstance(value, torch.Tensor) else value
 
 
-# Layouts of the bar before the numbers, each shorter than the previous.
+# Layouts of the bar, from long to short.
 _BARS = (
     "{l_bar}{bar:10}{r_bar}",
     "{desc}: {percentage:.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
@@ -269,10 +269,10 @@ _BARS = (
 
 
 def update_bar(bar: tqdm, num_steps: int, everything: list[str], least: list[str]) -> None:
-    """Advance the bar, and show as many numbers after it as the terminal has room for.
+    """Advance the bar, and show as many numbers after it as fit into the terminal's width.
 
-    everything: all numbers, shown if they fit; least: the essential numbers, for which the bar itself is shortened,
-    because tqdm truncates a long line at its end.
+    everything: all numbers, shown if they fit. least: the essential numbers, shown otherwise, with a bar short enough
+    that tqdm does not truncate them.
     """
     shape = bar.format_dict
     for layout, parts in ((_BARS[0], everything), *((layout, least) for layout in _BARS)):
@@ -280,14 +280,14 @@ def update_bar(bar: tqdm, num_steps: int, everything: list[str], least: list[str
         if bar.disable or shape["ncols"] is None:
             break
         shape |= {"n": bar.n + num_steps, "bar_format": layout, "postfix": bar.postfix}
-        if len(tqdm.format_meter(**{**shape, "ncols": None})) + 2 <= shape["ncols"]:  # digits may be added
+        if len(tqdm.format_meter(**{**shape, "ncols": None})) + 2 <= shape["ncols"]:  # 2: room for more digits
             break
     bar.bar_format = None if layout == _BARS[0] else layout
     bar.update(num_steps)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return this rank's peak memory so far: on its GPU, or of the process on a CPU."""
+    """Return this rank's peak memory so far in bytes: allocated on its GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

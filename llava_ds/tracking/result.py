@@ -1,4 +1,4 @@
-"""The scores on a run's page: a card at the top, and below it every number in run/evaluate.py's files."""
+"""Show scores on a run's page: a card at the top, and a section with all numbers in run/evaluate.py's files."""
 
 import math
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from llava_ds.tracking.run_files import RunFiles
 from llava_ds.tracking.series import is_number
 from llava_ds.tracking.wording import shown_score
 
-MAIN_FILE = "evaluation.json"  # shown on the card; else the first file with scores by condition and kind
+MAIN_FILE = "evaluation.json"  # preferred for the card; without it, the first file with scores by condition and kind
 OVERALL = "overall"
-# Meaning of each column in evaluation.json: the condition under which questions are repeated.
+# Conditions under which run/evaluate.py repeats the questions (columns in evaluation.json), with their meaning.
 CONDITIONS = {
     "blank image": "every image replaced by a plain colour: prompts as in training, without anything to see",
     "without picture": "no image and no image mark: the language model's answer to the bare question, a prompt that "
@@ -22,8 +22,8 @@ CONDITIONS = {
 class Scores:
     """The scores of an evaluation.
 
-    columns: by condition (with image, without; the first one counts), by kind of question, [sum, questions]; intervals:
-    by condition, the 95 % interval of the overall score.
+    columns: (sum of scores, number of questions) by condition and kind of question; the first condition is the main
+    one. intervals: 95 % interval of the overall score by condition, None if missing.
     """
 
     metric: str
@@ -31,13 +31,13 @@ class Scores:
     intervals: dict[str, tuple[float, float]]
 
     def mean(self, column: str, kind: str) -> float:
-        """Return the score of a kind of question under a condition; nan without such questions."""
+        """Return the mean score of a kind of question under a condition; nan without questions."""
         total, asked = self.columns[column].get(kind, (0.0, 0))
         return total / asked if asked else math.nan
 
 
 def result_card(run: RunFiles) -> Block | None:
-    """Return the score under each condition and by kind of question; None if no file has any."""
+    """Return the card with the scores by condition and by kind of question; None if no file has scores."""
     names = sorted(run.evaluations, key=lambda name: (name != MAIN_FILE, name))
     scores = next(filter(None, (_read_scores(run.evaluations[name]) for name in names)), None)
     if scores is None:
@@ -71,7 +71,7 @@ def evaluation_part(run: RunFiles) -> list[Block]:
 
 
 def condition_notes(scores: object) -> list[Block]:
-    """Return a sentence for each condition in a table of scores."""
+    """Return a note that explains each condition in a table of scores."""
     found = scores if isinstance(scores, dict) else {}
     return [note(f"{name}: {meaning}.", "note") for name, meaning in CONDITIONS.items() if name in found]
 
@@ -107,7 +107,7 @@ def _interval(content: dict, column: str, metric: str) -> tuple[float, float] | 
 
 
 def _figure(scores: Scores, column: str, main: bool) -> dict[str, object]:
-    """Return a score for display, with its meaning and interval."""
+    """Return the overall score of a condition as text, with its label and interval."""
     _, asked = scores.columns[column][OVERALL]
     bounds = scores.intervals[column]
     interval = f", 95 % interval {bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else ""
@@ -135,7 +135,7 @@ def _percent(value: float, largest: float) -> str:
 
 
 def _scores_table(scores: object) -> Block:
-    """Return a table if every column has the same rows, as run/evaluate.py writes them; else all numbers by path."""
+    """Return a table of scores by kind and condition; for other formats, a list of all numbers with their paths."""
     if isinstance(scores, dict) and scores and all(isinstance(column, dict) and column for column in scores.values()):
         columns = list(scores)
         rows = list(dict.fromkeys(kind for column in scores.values() for kind in column))
@@ -148,7 +148,7 @@ def _scores_table(scores: object) -> Block:
 
 
 def _flat(value: object, path: str = ""):
-    """Yield (path, number) of every number or pair within; long lists are left out."""
+    """Yield (path, formatted score) for every score in nested dicts; longer lists are left out."""
     shown = shown_score(value)
     if isinstance(shown, str) and value is not None:
         yield path, shown

@@ -1,4 +1,4 @@
-"""The files of a run, read for its page: a missing or broken file is replaced by a sentence."""
+"""Read the files of a run for its page. A missing or broken file gives a message for the page, and no error."""
 
 import math
 import re
@@ -18,7 +18,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's folder. saved_s: time in seconds since 1970; whole: True if it has a manifest."""
+    """A checkpoint's folder. saved_s: time of saving, in seconds since 1970; whole: True if it has a manifest."""
 
     name: str
     step: int
@@ -29,10 +29,10 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Everything that a report shows of a run.
+    """Everything about a run that a report shows. folder: the folder of its logs; record: content of run.json.
 
-    folder: of the run's own files; record: run.json; metrics, evals, skipped, skipped_steps: the rows of these .jsonl;
-    evaluations: run/evaluate.py's files, by name; problems: by file name, the reason why it is missing.
+    metrics, evals, skipped, skipped_steps: rows of the .jsonl files of these names. evaluations: content of
+    run/evaluate.py's files, by name. problems: message for each missing or damaged file, by name.
     """
 
     output_dir: Path
@@ -58,8 +58,8 @@ class RunFiles:
         return str(self.flags.get("run_name") or self.output_dir.resolve().name)
 
     def column(self, name: str, rows: list[dict] | None = None) -> tuple[list[int], list[float]]:
-        """Return the steps and values of one number, from all rows that have it; of a list of numbers, the first
-        one."""
+        """Return the steps and values of a number, from all rows that have it. If the value is a list, its first
+        element is used."""
         steps, values = [], []
         for row in self.metrics if rows is None else rows:
             value = row.get(name)
@@ -70,7 +70,7 @@ class RunFiles:
         return steps, values
 
     def blocks_of(self, name: str, shown: Callable[[list[dict], Path], list]) -> list:
-        """Return a table of a .jsonl's rows that have a step, or a sentence about its problem."""
+        """Return the blocks that `shown` makes of a .jsonl file's rows, or a note that the file is damaged."""
         problems: dict[str, str] = {}
         rows = [row for row in _rows(self.folder, name, problems) if is_number(row.get("step"))]
         if problems:
@@ -79,7 +79,7 @@ class RunFiles:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The known numbers among those that summarise a run."""
+        """The numbers that summarise the run, without those that its files lack."""
         found: dict[str, float] = {}
         if self.metrics:
             last = self.metrics[-1]
@@ -105,7 +105,7 @@ class RunFiles:
 
 
 def read_run(output_dir: Path) -> RunFiles:
-    """Read the files that exist. Raises nothing for missing or broken files."""
+    """Read the files of a run. Missing or broken files are noted in `problems`, and raise no error."""
     problems: dict[str, str] = {}
 
     folder = run_folder(output_dir)
@@ -141,7 +141,7 @@ def is_run(folder: Path) -> bool:
 
 
 def _rows(folder: Path, name: str, problems: dict[str, str], required: bool = False) -> list[dict]:
-    """Return the rows of a .jsonl in a folder; adds its problem to `problems`."""
+    """Return the rows of a .jsonl file. Adds a message to `problems` if lines are damaged or the file can't be read."""
     found, damaged = _read(folder / name, read_rows, ([], []), problems, required)
     if damaged:
         lines = ", ".join(map(str, damaged[:3])) + (", …" if len(damaged) > 3 else "")
@@ -161,7 +161,7 @@ def _read(path: Path, read: Callable[[Path], object], nothing: object, problems:
 
 
 def _checkpoints(output_dir: Path) -> list[Checkpoint]:
-    """Return the checkpoints, by step."""
+    """Return the checkpoints, sorted by step."""
     found = []
     for path in output_dir.glob("checkpoint-*"):
         if match := _CHECKPOINT.fullmatch(path.name):

@@ -1,4 +1,4 @@
-"""run.json and ds_config.json: a run's settings and versions, so that it can be repeated."""
+"""Write and read run.json and ds_config.json: the settings and versions that are needed to repeat a run."""
 
 import importlib.metadata
 import json
@@ -41,13 +41,13 @@ def write_run_record(
 ) -> None:
     """Write run.json and ds_config.json, without secrets.
 
-    run.json has flags, versions, revision, command, data, and the reason for each filled-in "auto".
+    run.json has flags, versions, git revision, command, data, and the reason for each value filled in for "auto".
     """
     folder = run_folder(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     record = {
         "command": sys.argv,
-        "folder": os.getcwd(),  # relative paths start here
+        "folder": os.getcwd(),  # base of relative paths in the flags
         "arguments": args.as_dict(),
         "given": sorted(args.given),
         **({"plugins": plugins()} if plugins() else {}),
@@ -69,7 +69,7 @@ def write_run_record(
 
 
 def data_record(args: Arguments, dataset: EncodedDataset, held_out: EncodedDataset | None) -> dict[str, object]:
-    """Return the part of run.json about completely encoded data."""
+    """Return run.json's "data", for a data set that is completely encoded."""
     return {
         "summary": dataset.summary(),
         "fingerprint": dataset.fingerprint,
@@ -79,14 +79,14 @@ def data_record(args: Arguments, dataset: EncodedDataset, held_out: EncodedDatas
 
 
 def complete_run_record(output_dir: Path, data: dict[str, object]) -> None:
-    """Write the data into run.json, once they are completely known."""
+    """Replace "data" in run.json, once all data are encoded. data: from data_record."""
     path = run_folder(output_dir) / "run.json"
     record = json.loads(path.read_text(encoding="utf-8"))
     write_whole(path, json.dumps({**record, "data": redact(data)}, indent=2) + "\n")
 
 
 def eval_summary(args: Arguments, held_out: EncodedDataset | None) -> list[str]:
-    """Describe the eval data and its origin, in lines; empty without eval data."""
+    """Return lines about the eval data and its origin; empty without eval data."""
     if held_out is None:
         return []
     samples = "1 sample" if len(held_out) == 1 else f"{len(held_out):,} samples"
@@ -102,11 +102,11 @@ def eval_summary(args: Arguments, held_out: EncodedDataset | None) -> list[str]:
 
 
 def length_histogram(lengths: Sequence[int]) -> dict[str, list[int]]:
-    """Count the samples by length: counts, and edges in tokens; edges has one more entry than counts."""
+    """Count the samples by length. Returns "counts", and "edges" of the bins in tokens, one more than counts."""
     longest = int(np.max(lengths)) if len(lengths) else 1
     width = -(-longest // LENGTH_BINS)
     edges = np.arange(0, longest + width + 1, width)
-    # An edge belongs to the bin below it: lengths are whole, and none is 0.
+    # Lengths are whole numbers from 1, so adding 1 to the edges puts a length equal to an edge in the bin below it.
     counts, _ = np.histogram(lengths, edges + 1)
     last = int(np.flatnonzero(counts)[-1]) + 1 if counts.any() else 1
     return {"edges": edges[: last + 1].tolist(), "counts": counts[:last].tolist()}
@@ -115,7 +115,7 @@ def length_histogram(lengths: Sequence[int]) -> dict[str, list[int]]:
 class RunRecord(TypedDict):
     """The part of run.json that later commands read.
 
-    given: flags on the command line; plugins: sha256 by name; folder: base of relative paths.
+    given: names of flags on the command line; plugins: sha256 of their files, by name; folder: base of relative paths.
     """
 
     arguments: dict[str, Any]
@@ -127,7 +127,7 @@ class RunRecord(TypedDict):
 
 
 def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
-    """Return run.json's flags, and its content. Raises DataError if it is missing, damaged, or from another version."""
+    """Return run.json's flags and its content. Raises DataError if it is missing, damaged, or has unknown flags."""
     path = run_folder(output_dir) / "run.json"
     try:
         record = read_json(path, RunRecord)
@@ -149,9 +149,9 @@ def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
 
 
 def arguments_of(values: Mapping[str, object], given: Iterable[str]) -> tuple[Arguments, list[str]]:
-    """Return the flags from run.json's values by name, and the names of unknown flags.
+    """Build the flags from values by name, as in run.json. Returns them and the names of unknown flags.
 
-    given: names of flags on the command line. Raises DataError for a value of the wrong type.
+    given: names of flags on the command line. Raises DataError if a value has the wrong type.
     """
     flags = dict(values)
     extensions, sections = requested(flags), []
@@ -169,7 +169,7 @@ def arguments_of(values: Mapping[str, object], given: Iterable[str]) -> tuple[Ar
 
 
 def _git_revision() -> str | None:
-    """Return the source's commit, with "+" if files differ from it; None outside a checkout or without git."""
+    """Return the commit of this source code, with "+" if files were changed; None without git or a checkout."""
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
         found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""An accepted sample as text and images for the report and the dry run."""
+"""Convert an accepted sample to text and images for display."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from llava_ds.tracking.data_page import Run, ShownSample, draw_boxes, runs_of
 def shown_sample(
     dataset: EncodedDataset, index: int, tokenizer: PreTrainedTokenizerBase, with_images: bool = False
 ) -> ShownSample:
-    """Return an accepted sample for display; images that can't be decoded are left out, and the note reports them."""
+    """Return an accepted sample for display. If images can't be decoded, the note says so, and they are left out."""
     row = dataset.row(int(dataset.rows[index]))
     note = f"{row['length']:,} tokens, {row['num_targets']:,} supervised" + (", cut short" if row["truncated"] else "")
     if row["weights"] is not None:
@@ -41,7 +41,7 @@ def shown_sample(
 
 
 def _on(image: Image.Image, one: SizedMedia, num_media: int, options: ImageOptions) -> list[Numbers]:
-    """Return the boxes and points in a sample's text, in pixels of the image."""
+    """Return the boxes and points that a sample's text has for an image, in its pixels."""
     if not one.boxes:
         return []
     frame = coordinate_frame(image.size, num_media, one.media.apply_settings(options))
@@ -49,7 +49,7 @@ def _on(image: Image.Image, one: SizedMedia, num_media: int, options: ImageOptio
 
 
 def _runs(row: dict[str, object], tokenizer: PreTrainedTokenizerBase) -> tuple[Run, ...]:
-    """Return the runs of a sample; for a preference, of the chosen and then of the rejected answer."""
+    """Return the runs of a sample. A pair of answers gives the runs with the chosen, then with the rejected answer."""
     ids, labels = row["input_ids"], row["labels"]
     if (length := row.get("chosen_length")) in (None, len(ids)):
         return runs_of(ids, labels, tokenizer)

@@ -1,7 +1,7 @@
-"""Numbers along the steps: thinned and smoothed for display, and those that an objective logs besides the loss.
+"""Logged numbers of the steps: thin them out and smooth them for display, and find the ones of an objective.
 
-An objective's new metric is logged and tracked automatically; a Number with its name adds it to the bar, and a chart to
-the report.
+Every metric of an objective is logged and sent to trackers. To show it in the progress bar and in a chart of the
+report, add a Number of the same name to ExtensionFlags.numbers.
 """
 
 import math
@@ -11,8 +11,8 @@ from llava_ds.extensions.active import flags_class
 from llava_ds.extensions.base import Number
 from llava_ds.extensions.table import EXTENSIONS
 
-MOST_POINTS = 1000  # maximum points per drawn curve, more than its pixels
-# Numbers in every row of metrics.jsonl, whatever the objective.
+MOST_POINTS = 1000  # maximum points per drawn curve; more than it has pixels
+# Names of numbers in metrics.jsonl that don't depend on the objective.
 COLUMNS = frozenset(
     {
         "step", "epoch", "loss", "lr", "grad_norm", "samples", "tokens", "supervised_tokens", "step_time_s",
@@ -23,13 +23,13 @@ COLUMNS = frozenset(
 
 
 class Smoothed:
-    """An exponential running mean without the bias of its start; non-finite values are ignored."""
+    """An exponential running mean, corrected for the bias of its first steps. Non-finite values are ignored."""
 
     def __init__(self, weight: float = 0.9) -> None:
         self.weight, self.total, self.norm = weight, 0.0, 0.0
 
     def add(self, value: float) -> float:
-        """Return the mean including one more value; nan before the first one."""
+        """Add a value, and return the mean; nan until a finite value was added."""
         if math.isfinite(value):
             self.total = self.weight * self.total + (1 - self.weight) * value
             self.norm = self.weight * self.norm + (1 - self.weight)
@@ -41,15 +41,15 @@ class Smoothed:
 
 
 def running_mean(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Return the exponential running mean without the bias of its start; non-finite values don't change it."""
+    """Return the exponential running mean after each value, corrected for bias. Non-finite values are ignored."""
     smoothed = Smoothed(weight)
     return [smoothed.add(value) for value in values]
 
 
 def thinned(steps: Sequence[int], values: Sequence[float], most: int = MOST_POINTS) -> tuple[list[int], list[float]]:
-    """Return at most `most` points of a curve, including the smallest and the largest value of every stretch.
+    """Return at most `most` points of a curve: the smallest and largest value of each of equally long parts.
 
-    Non-finite points are left out if their stretch has others.
+    Non-finite points are left out, unless a part has no other.
     """
     if len(steps) <= most:
         return list(steps), list(values)
@@ -64,7 +64,7 @@ def thinned(steps: Sequence[int], values: Sequence[float], most: int = MOST_POIN
 
 
 def means_by_source(sources: list[str], sums: list[float], targets: list[float]) -> dict[str, float]:
-    """Return the mean loss per supervised token for each data source that occurs, to five digits."""
+    """Return the mean loss per supervised token of each data source that has any, to five significant digits."""
     means = {name: total / number for name, total, number in zip(sources, sums, targets) if number}
     return {name: float(f"{mean:.5g}") for name, mean in means.items()}
 
@@ -74,17 +74,17 @@ def is_number(value: object) -> bool:
 
 
 def known_numbers() -> dict[str, Number]:
-    """Return the numbers that have a chart, by name: ExtensionFlags.numbers."""
+    """Return all extensions' ExtensionFlags.numbers, by name. They have a chart in the report."""
     return {name: number for flags in map(flags_class, EXTENSIONS) for name, number in flags.numbers.items()}
 
 
 def objective_numbers(row: dict) -> dict[str, float]:
-    """Return the objective's numbers in a row of metrics.jsonl."""
+    """Return the numbers in a row of metrics.jsonl that are specific to the objective."""
     return {name: value for name, value in row.items() if name not in COLUMNS and is_number(value)}
 
 
 def bar_parts(row: dict) -> list[str]:
-    """Return the texts for the progress bar."""
+    """Return the texts that the progress bar shows for the objective's numbers in a row of metrics.jsonl."""
     numbers = objective_numbers(row)
     known = known_numbers() if numbers else {}
     return [number.bar.format(numbers[name]) for name, number in known.items() if number.bar and name in numbers]

@@ -1,4 +1,4 @@
-"""Images of questions on a page."""
+"""Embed images of questions in a page."""
 
 import base64
 import dataclasses
@@ -11,11 +11,11 @@ from llava_ds.constants import DataError
 from llava_ds.data.images.decode import load_image
 from llava_ds.data.sample import FileRef
 
-IMAGE_SIDE = 320  # pixels of the longer side
+IMAGE_SIDE = 320  # longer side in pixels
 
 
 def shown_image(place: object, output_dir: Path) -> dict[str, str | None]:
-    """Return an image as a data URI, or the problem of reading it. place: from EncodedDataset.images_of."""
+    """Return {"uri", "problem"}: an image as a data URI, or why it can't be read. place: from images_of."""
     try:
         ref = FileRef(**place) if isinstance(place, dict) else FileRef(str(place))
         image = load_image(dataclasses.replace(ref, path=str(output_dir / ref.path)))
@@ -25,7 +25,7 @@ def shown_image(place: object, output_dir: Path) -> dict[str, str | None]:
 
 
 def spread(rows: list, most: int) -> list:
-    """Choose at most `most` rows, evenly, including the first and the last."""
+    """Choose at most `most` rows, evenly spaced, including the first and the last."""
     if len(rows) <= most:
         return rows
     return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)]

@@ -1,5 +1,5 @@
-"""skipped.jsonl: every record left out of training, with the reason; skipped_steps.jsonl: every step whose loss or
-gradients are not finite, with its samples."""
+"""Write skipped.jsonl (every record left out of training, with the reason) and skipped_steps.jsonl (every step whose
+loss or gradients were not finite, with its samples)."""
 
 import dataclasses
 import math
@@ -16,15 +16,15 @@ MOST_NAMED = 8  # maximum samples in printed messages
 
 
 class SkippedSamples:
-    """The records left out before training, and images that broke during training, with the step.
+    """Logs the records left out before training, and samples whose images could not be read during training.
 
-    A resumed run meets the images that broke after its checkpoint again: their lines are dropped, as in metrics.jsonl.
+    A resumed run drops the rows after its checkpoint, because it will reach these samples again.
     """
 
     def __init__(
         self, path: Path, rejections: Iterable[dict], num_allowed: float, resume_step: int, ranks: Ranks
     ) -> None:
-        """rejections: from the preflight; num_allowed: records that may be left out, including these."""
+        """rejections: records left out before training; num_allowed: maximum left-out records, these included."""
         self.path, self.num_allowed, self.ranks = path, num_allowed, ranks
         rejections = list(rejections)
         self.num_rejected = len(rejections)
@@ -34,7 +34,7 @@ class SkippedSamples:
         self.log = RowLog(path, [*rejections, *earlier]) if ranks.is_first else None
 
     def add(self, results: list) -> None:
-        """Record the broken samples of some steps. results: StepResults with numbers, the same steps on every rank."""
+        """Log the broken samples of some steps. results: StepResults read from the device. Collective."""
         if all(result.num_planned == result.counts.samples for result in results):
             return  # true on all ranks, because the counts are sums over ranks
         mine = [{**dataclasses.asdict(broken), "step": result.step} for result in results for broken in result.broken]
@@ -58,10 +58,10 @@ class SkippedSamples:
 
 
 class SkippedSteps:
-    """Records the steps that changed nothing, and counts consecutive ones.
+    """Logs the steps whose update was skipped, and counts consecutive ones.
 
-    If losses were not finite, the affected ranks' samples are recorded; otherwise all ranks', because gradients are
-    judged together. A resumed run drops the lines after its checkpoint, as in metrics.jsonl.
+    If losses were not finite, the samples of these ranks are logged; otherwise the samples of all ranks, because only
+    the summed gradients are checked. A resumed run drops the rows after its checkpoint.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class SkippedSteps:
         before: tuple[int, int],
         ranks: Ranks,
     ) -> None:
-        """most: --max_skipped_steps; before: the number of finished steps, and of skipped ones among them."""
+        """most: --max_skipped_steps; before: number of steps before this start, number of skipped ones among them."""
         self.path, self.most, self.ranks = output_dir / STEPS_FILE, most, ranks
         resume_step, self._num_skipped = before
         self._plan = plan
@@ -80,13 +80,13 @@ class SkippedSteps:
         earlier = [row for row in noted if row["step"] <= resume_step]
         self.log = RowLog(self.path, earlier) if ranks.is_first else None
         steps = {row["step"] for row in earlier}
-        self.in_a_row = 0  # now, the same on every rank
+        self.in_a_row = 0  # consecutive skipped steps up to now, the same on every rank
         while resume_step - self.in_a_row in steps:
             self.in_a_row += 1
         self.problem: str | None = None  # the reason to end the run, the same on every rank
 
     def add(self, results: list) -> None:
-        """Record the skipped steps among some. results: StepResults with numbers, the same steps on every rank."""
+        """Log the skipped steps among the results. results: StepResults read from the device. Collective."""
         for result in results:
             skipped, self._num_skipped = result.skipped_steps > self._num_skipped, result.skipped_steps
             self.in_a_row = self.in_a_row + 1 if skipped else 0

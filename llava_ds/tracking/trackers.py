@@ -1,4 +1,4 @@
-"""Trackers that receive the curves in addition to the run's files: TensorBoard, W&B, trackio, chosen by --report_to."""
+"""Send the logged numbers to the trackers in --report_to (TensorBoard, W&B, trackio), besides the run's own files."""
 
 import math
 import os
@@ -19,14 +19,14 @@ from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.redact import redact
 from llava_ds.tracking.series import objective_numbers
 
-# Maximum number of points; TensorBoard draws 1,000 per curve. In longer runs every n-th step is sent.
+# Maximum points per curve. Longer runs send every n-th step only. TensorBoard draws 1,000.
 MOST_POINTS = 5_000
 CLOSING_S = 60.0
 PROJECT = "llava_ds"  # default of WANDB_PROJECT and TRACKIO_PROJECT
 
 
 class Tracker(Protocol):
-    """A tracker. Points are written unbuffered: a kill loses none."""
+    """A tracker. It writes points without a buffer, so a killed run loses none."""
 
     def write(self, values: dict[str, float], step: int) -> None: ...
 
@@ -34,7 +34,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """All requested trackers. A failing one is reported once and dropped: the run's own files have everything."""
+    """All requested trackers. A tracker that fails is reported and dropped, because the run's own files have all."""
 
     def __init__(self, opened: dict[str, Tracker], num_steps: int) -> None:
         self.opened = opened
@@ -48,11 +48,11 @@ class Trackers:
                 self.log(scalars(row), row["step"])
 
     def log(self, values: dict[str, float], step: int) -> None:
-        """Write numbers by the names of their curves, like eval/loss."""
+        """Write numbers of a step to all trackers. values: number by the name of its curve, like eval/loss."""
         self._all(lambda tracker: tracker.write(values, step))
 
     def close(self) -> None:
-        """Close the trackers, waiting at most CLOSING_S: points not accepted by then are lost."""
+        """Close the trackers, but wait at most CLOSING_S seconds. Points that are not sent by then are lost."""
         thread = threading.Thread(target=lambda: self._all(lambda tracker: tracker.close()), daemon=True)
         thread.start()
         thread.join(CLOSING_S)
@@ -66,7 +66,7 @@ class Trackers:
         for name, tracker in list(self.opened.items()):
             try:
                 act(tracker)
-            except Exception as error:  # a service or a disk failed: no tracker may end the run
+            except Exception as error:  # a tracker's failure must not end the run
                 del self.opened[name]
                 print_first(
                     f"WARNING: {name} failed ({type(error).__name__}: {error}) and receives no more data: "
@@ -77,9 +77,9 @@ class Trackers:
 def open_trackers(args: Arguments, output_dir: Path, resume_step: int, num_steps: int, ranks: Ranks) -> Trackers:
     """Open the trackers of --report_to on rank 0; none on other ranks. Collective.
 
-    Steps after resume_step that an earlier start wrote are repeated: TensorBoard drops the old ones, Logged does not
-    send them twice; for this, metrics.jsonl has to be unchanged since that start. Raises ConfigError, on every rank, if
-    a requested tracker can't be opened.
+    A resumed run repeats the steps after resume_step. TensorBoard drops the old points; Logged does not send the steps
+    again, and reads from metrics.jsonl which were sent, so call this before that file is rewritten. Raises ConfigError
+    on every rank if a requested tracker can't be opened.
     """
     asked = args.training.report_to
     if asked is None and not is_installed("tensorboard"):
@@ -99,14 +99,14 @@ def open_trackers(args: Arguments, output_dir: Path, resume_step: int, num_steps
                     raise ConfigError(problem) from error
                 print_first(f"WARNING: no TensorBoard curves ({why})")
 
-    before = random.getstate()  # trackers draw random names; the run's state is restored
+    before = random.getstate()  # trackers use random numbers for names
     broadcast_from_first(ranks, open_all)
     random.setstate(before)
     return Trackers(opened, num_steps)
 
 
 def scalars(row: dict) -> dict[str, float]:
-    """Return the curves of a row of metrics.jsonl, under the names of Hugging Face's Trainer, others under our own."""
+    """Return a row of metrics.jsonl as numbers by curve name. Names follow Hugging Face's Trainer if it has them."""
     values = {
         "train/loss": row["loss"],
         "train/learning_rate": row["lr"][0],
@@ -127,24 +127,24 @@ def scalars(row: dict) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files in output_dir/tensorboard, written by tensorboard's own record writer and protos.
+    """Writes event files to output_dir/tensorboard, with tensorboard's own record writer and protos.
 
-    torch's SummaryWriter is not used: its thread prints a traceback when the disk is full, and it buffers points for up
-    to two minutes, so a killed run loses them.
+    torch's SummaryWriter buffers points for up to two minutes, so a killed run would lose them, and its thread prints a
+    traceback when the disk is full.
     """
 
     def __init__(self, args: Arguments, output_dir: Path, resume_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self.event, self.points = Event, Event()  # the last step's points, reused
+        self.event, self.points = Event, Event()  # the event of the last step, reused for the next
         folder = output_dir / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
-        # Readers order events by file name.
+        # Readers read the files in the order of their names.
         number = len(list(folder.glob("events.out.tfevents.*")))
         name = f"events.out.tfevents.{int(time.time()):010d}.{number:05d}.{socket.gethostname()}.{os.getpid()}"
         self.records = RecordWriter((folder / name).open("xb", buffering=0))
-        # From this step on, readers ignore the events of earlier files.
+        # A START event makes readers ignore events of earlier files from this step on.
         self._add(resume_step + 1, file_version="brain.Event:2")
         self._add(resume_step + 1, session_log=SessionLog(status=SessionLog.START))
 
@@ -167,15 +167,15 @@ class TensorBoard:
 
 
 class Logged:
-    """W&B, or trackio (with the same methods); separate processes write it, even when this one is killed.
+    """W&B, or trackio (it has the same methods). Their own processes send the data even if this one is killed.
 
-    A resumed run continues the same tracker run. Nothing can be deleted there: repeated steps after the checkpoint
-    exist already, and are not sent again. Otherwise steps never decrease, because a return to a checkpoint restores
-    only the weights.
+    A resumed run continues the same tracker run. Points can't be deleted there, so steps that are repeated after the
+    checkpoint are not sent again. Within a start, steps never decrease: a return to a checkpoint restores only the
+    weights.
     """
 
     def __init__(self, run, last_step: int) -> None:
-        """last_step: of an earlier start, 0 for none."""
+        """last_step: last step that an earlier start sent, 0 if none."""
         self.run, self.last_step = run, last_step
 
     def write(self, values: dict[str, float], step: int) -> None:
@@ -187,9 +187,9 @@ class Logged:
 
 
 def _open_wandb(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
-    """Open a run on the server chosen by WANDB_MODE and related variables.
+    """Open a W&B run, configured by WANDB_MODE and W&B's other variables.
 
-    A resumed run continues the same one, with its current flags.
+    A resumed run continues the earlier W&B run, and updates its flags.
     """
     import wandb
 
@@ -198,7 +198,7 @@ def _open_wandb(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
     begins = resume_step == 0 or not kept.is_file()
     if begins:
         kept.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4), encoding="utf-8")
-    # Don't send the command line or the printed output: secrets are redacted only in this project's own files.
+    # Don't let W&B send the command line or the printed output, because their secrets are not redacted.
     settings = wandb.Settings(console="off", x_disable_meta=True, disable_git=True, save_code=False, silent=True)
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -213,7 +213,7 @@ def _open_wandb(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
 
 
 def _open_trackio(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
-    """Open a run in trackio's own folder (TRACKIO_DIR), shown by `trackio show`."""
+    """Open a trackio run in the folder TRACKIO_DIR. `trackio show` displays it."""
     import trackio
 
     run = trackio.init(
@@ -227,7 +227,7 @@ def _open_trackio(args: Arguments, output_dir: Path, resume_step: int) -> Logged
 
 
 def _last_step(output_dir: Path, resume_step: int) -> int:
-    """Return the last step that an earlier start logged, if the run resumes: metrics.jsonl still has it."""
+    """Return the last step in metrics.jsonl that an earlier start logged; 0 if the run does not resume."""
     steps = [row["step"] for row in rows_of(output_dir / "metrics.jsonl")] if resume_step else []
     return max(steps, default=0)
 

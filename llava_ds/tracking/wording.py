@@ -1,4 +1,4 @@
-"""Numbers and names of a run in everyday notation."""
+"""Format a run's numbers and names for reports."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +32,7 @@ def duration(seconds: float) -> str:
 
 
 def num_bytes(count: float) -> str:
-    """Format bytes in decimal units, like disks and this program's flags."""
+    """Format a number of bytes in decimal units: 12.3 GB."""
     for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
@@ -64,7 +64,7 @@ NUMBERS = {
 
 
 def model_of(run: RunFiles) -> str:
-    """Describe model and data in a sentence, with the last part of each path."""
+    """Return a sentence about the model, its trained parts and its data. Paths are shortened to their last part."""
     flags = run.flags
     given = run.record.get("given")
     if flags.get("model_name_or_path") and not (isinstance(given, list) and "model_name_or_path" not in given):
@@ -88,9 +88,9 @@ def model_of(run: RunFiles) -> str:
 
 
 def shown_score(value: object) -> str | None:
-    """Format a score; "" for None; None for anything else.
+    """Format a score. Returns "" for None, and None for anything else.
 
-    Scores are a number; [sum, number of questions], shown as their quotient; {value, low, high}, with its interval.
+    A score is a number, [sum, number of questions] (shown as their mean), or {value, low, high} (value and interval).
     """
     if value is None:
         return ""

@@ -1,6 +1,6 @@
 """Check the training flags before the slow imports.
 
-If the model can't be trained with the given flags, that is reported before any missing flag.
+Flags that contradict the model are reported before missing flags.
 """
 
 import os
@@ -25,14 +25,14 @@ def read_flags(argv: list[str]) -> None:
 
 
 def _refuse_impossible(problems: FlagProblems) -> None:
-    """Raise ConfigError if the model refuses some of the flags.
+    """Raise ConfigError if the model can't be read or can't be trained with the given flags.
 
-    If no further flag would help, only that reason is reported; a folder that can't be used or a parallel axis that the
-    model refuses is reported first, followed by problems.
+    If the model can't be trained whatever flags are added, only the reasons are reported. If its folder can't be read,
+    or extensions that the flags select can't train it, the message also contains `problems`.
 
-    problems: the command line's own, found without the model.
+    problems: the problems of the command line, found without the model.
     """
-    # These imports take seconds, so they run only once something is wrong.
+    # Not imported at the top: this takes seconds, and is needed only after an error.
     from llava_ds.engine.ds_config.parallel import check_model
     from llava_ds.files.model_files import is_adapter
     from llava_ds.model.open.folder import read_folder
@@ -44,7 +44,7 @@ def _refuse_impossible(problems: FlagProblems) -> None:
     try:
         folder = read_folder(path, args.model.model_base)
     except (DataError, OSError):
-        return  # training reports it when the flags are right
+        return  # training reports this error once the flags are valid
     except ConfigError as error:
         raise ConfigError(f"{error}\n{problems}") from None
     if lines := _never(args, folder):
@@ -56,7 +56,7 @@ def _refuse_impossible(problems: FlagProblems) -> None:
 
 
 def _never(args: "Arguments", folder: "ModelFolder") -> list[str]:
-    """Return the model's own reasons to refuse the flags, ignoring the extensions that the flags select."""
+    """Return the reasons why the model can't be trained, without the extensions that the flags select."""
     from llava_ds.extensions.active import active
 
     if folder.architecture is not None:

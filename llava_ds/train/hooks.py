@@ -14,10 +14,10 @@ from llava_ds.train.session import Session
 
 
 def log_lag_steps(args: Arguments, ranks: Ranks) -> int:
-    """Return the number of steps by which the log lags the run between saves.
+    """Return how many steps the log lags behind the run between saves: 1 on a GPU, else 0.
 
-    On a GPU a step's numbers are read when the next step is queued, so that the GPU never waits; but not if they may
-    rewind the run.
+    On a GPU, a step's numbers are read after the next step is queued, so that the GPU does not idle. The lag is 0 if
+    an extension may rewind the run because of these numbers.
     """
     return int(ranks.device.type == "cuda" and not args.rewinds)
 
@@ -53,7 +53,7 @@ class Log(Hook):
         end.read, rows = self.progress.after_step(end.result, flush=saves or evaluates or end.last)
         monitor = self.session.engine.monitor
         if self.session.ranks.is_first and monitor.enabled and rows:
-            # DeepSpeed's own name and axis for the loss: its engine does not write it.
+            # DeepSpeed's engine does not log the loss here, so write it under DeepSpeed's name, over samples.
             name, size = "Train/Samples/train_loss", self.session.plan.steps.batch_size
             monitor.write_events([(name, row["loss"], row["step"] * size) for row in rows])
 
@@ -85,7 +85,7 @@ class Health(Hook):
             watch.add(end.read)
             if watch.problem is not None:
                 end.problems.append(watch.problem)
-        # The last checkpoint has them already: skipped steps changed no weights.
+        # After too many skipped steps, don't save and don't evaluate: these steps changed no weights.
         end.at_checkpoint = self.skipped_steps.problem is not None
         # Keep older checkpoints until a step changes the weights again.
         end.keeps_all = self.skipped_steps.in_a_row > 0

@@ -18,9 +18,9 @@ from llava_ds.train.state import StepResult, TrainState
 
 
 def train(session: Session, hooks: Sequence[Hook]) -> None:
-    """Train to the last step or to a stop request. The hooks run in order after every step.
+    """Train until the last step or a stop request. After every step, run the hooks in order.
 
-    Raises DataError on every rank if the run can't continue.
+    Raises DataError on every rank if hooks report a problem.
     """
     plan, state, watchdog = session.plan, session.state, session.watchdog
     num_steps = plan.steps.num_steps
@@ -57,10 +57,10 @@ def run_steps(
     mesh: Mesh,
     after_step: Callable[[StepResult], float],
 ) -> None:
-    """Run optimizer steps until num_steps or until state.stops or state.is_over. Never waits for the device.
+    """Run optimizer steps until num_steps, state.stops or state.is_over. Does not wait for the device.
 
-    after_step is called after every step on every rank and returns the seconds that don't belong to the step. A step's
-    time starts at the end of the previous step, so that work still queued on the device is counted once.
+    after_step: called after every step on every rank; returns the seconds, such as those of a save, that are not part
+    of the step time. A step's time starts when the previous step ends, so work queued on the device is counted once.
     """
     engine = runner.engine
     engine.train()
@@ -68,7 +68,7 @@ def run_steps(
     while state.step < num_steps and not (state.stops or state.is_over):
         window = next(windows)  # this rank's micro-batches of one optimizer step
         lr = [group["lr"] for group in engine.optimizer.param_groups]
-        # An image may break after its check, so count the samples that the ranks really have.
+        # Count the samples that the ranks have loaded: fewer than planned if an image broke after it was checked.
         counts = sum_over(mesh.data_group, _on_device(window.counts, engine.device))
         with queuing():
             passes = [micro_steps(runner, window, counts, objective) for _ in range(window.passes)]
@@ -92,7 +92,7 @@ def run_steps(
 
 @dataclass(frozen=True)
 class StepSums:
-    """Sums over this rank's micro-batches of one step. The fields have StepResult's names and meaning."""
+    """Sums over this rank's micro-batches of one step. For the fields see StepResult."""
 
     loss: torch.Tensor
     by_source: torch.Tensor
@@ -118,7 +118,7 @@ def micro_steps(runner: Runner, window: Window, counts: torch.Tensor, objective:
     by_source = runner.agree(torch.stack([micro.by_source for micro in done]))  # (micro-batches, 2, sources)
     losses, units = by_source.sum(2).unbind(1)  # the objective's losses, summed in float64
     factors = torch.stack(scales)
-    # Undo here, because the log divides by the step's units again.
+    # Multiply by the step's number of units, because the log divides every metric by it.
     weights = units * factors * objective.num_units(counts) / objective.grad_ranks
     return StepSums(
         loss=losses.dot(factors) / objective.grad_ranks,
@@ -144,7 +144,7 @@ def average_passes(passes: list[StepSums]) -> StepSums:
 
 
 def _on_device(numbers: tuple, device: torch.device) -> torch.Tensor:
-    """Return numbers (n,) as float64 on the device. Copying from pageable memory would wait for all queued work."""
+    """Copy numbers (n,) to the device as float64, from pinned memory: a pageable copy waits for all queued work."""
     values = torch.tensor(numbers, dtype=torch.float64)
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 

@@ -55,8 +55,8 @@ FEW_STEPS = 40  # with fewer steps a run has hardly left its warm-up
 
 @dataclass(frozen=True)
 class EvalSets:
-    """Data sets besides the training set. eval_set: measures the eval loss, None without one; own: data sets of
-    extensions, by extension name."""
+    """Data sets other than the training set. eval_set: held-out samples for the eval loss, or None; own: the
+    extensions' data sets, by extension name."""
 
     eval_set: EncodedDataset | None
     own: Mapping[str, EncodedDataset]
@@ -64,8 +64,8 @@ class EvalSets:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything decided before a model is built. args: with every "auto" filled in; own: the plans of extensions, by
-    extension name."""
+    """Everything that is decided before a model is built. args: the flags, with every "auto" replaced by a value; own:
+    the extensions' plans, by extension name."""
 
     args: Arguments
     resolved: ResolvedConfig
@@ -84,7 +84,7 @@ class Plan:
         return active(self.args.own, self.model.text_config)
 
     def completed(self, ranks: Ranks) -> "Plan":
-        """Return the plan after extensions have completed their own parts. Collective.
+        """Let the extensions complete their plans, and return the plan with them. Collective.
 
         Raises ConfigError and DataError on every rank.
         """
@@ -115,7 +115,7 @@ class Plan:
         return self.resume.point.step
 
     def describe(self) -> list[str]:
-        """Describe data and steps."""
+        """Return lines that describe the data and the optimizer steps."""
         training, steps = self.args.training, self.steps
         epochs, size = steps.num_steps / steps.steps_per_epoch, steps.samples_per_step
         schedule = describe_schedule(training, steps.num_steps, self.resolved.config.get("scheduler"))
@@ -129,7 +129,7 @@ class Plan:
         ]
 
     def _few_steps(self) -> list[str]:
-        """Return a warning if the epochs give too few steps to learn from, as with a few dozen samples."""
+        """Return a warning if the run has too few steps to learn from, for example on a few dozen samples; else []."""
         training, steps = self.args.training, self.steps
         if training.max_steps > 0 or steps.num_steps >= FEW_STEPS:
             return []
@@ -140,7 +140,7 @@ class Plan:
         ]
 
     def details(self) -> list[str]:
-        """Describe the sources, the lengths of the samples, and the DeepSpeed configuration."""
+        """Return lines that describe data sources, sample lengths and the DeepSpeed configuration."""
         dataset = self.steps.dataset
         return [
             *dataset.descriptions,
@@ -152,9 +152,9 @@ class Plan:
 
 @dataclass
 class PlanDraft:
-    """The plan that extensions extend: with the model and its image options, without data and steps.
+    """The part of the plan that exists when extensions make their plans, before data and steps are planned.
 
-    raw_config: the given DeepSpeed JSON; None if it is still to be chosen.
+    raw_config: the user's DeepSpeed JSON; None if it has yet to be chosen.
     """
 
     args: Arguments
@@ -165,7 +165,7 @@ class PlanDraft:
 
 
 def make_plan(start: Start) -> Plan:
-    """Read and check model folder, DeepSpeed JSON, data, and the checkpoint to resume from. Prints a summary.
+    """Read and check the model folder, DeepSpeed JSON, data and the checkpoint to resume from. Prints a summary.
 
     Collective. Raises ConfigError and DataError on every rank.
     """
@@ -192,14 +192,14 @@ def make_plan(start: Start) -> Plan:
     )
     flops = model_flops(model.text_config, model.tower, args.model)
     resolved, steps, evals = _plan_steps(start, args, resolve, model, images, flops)
-    # The choice of Adam depends on whether a machine has a compiler.
+    # Machines may have chosen different Adams, because the choice depends on the installed compilers.
     same = {"the resolved optimizer": resolved.config.get("optimizer")}
     check_same(same, ranks, 'write "torch_adam" into optimizer.params, or install the same compilers on every machine')
     resume, lines = _plan_resume(resolved, steps.dataset, ranks)
     args = resolved.args
     export = ExportPlan(model, args.model, images, resolved.dtype, args.data.model_max_length, form, max_shard_bytes)
     plan = Plan(args, resolved, model, images, flops, steps, evals, resume, export, own)
-    if not args.training.dry_run:  # the dry run prints them below its verdict
+    if not args.training.dry_run:  # a dry run prints these lines after its result
         print_details(*plan.details())
         print_first(*plan.describe())
     print_first(*lines)
@@ -234,8 +234,8 @@ def _plan_steps(
     images: ImageOptions,
     flops: ModelFlops,
 ) -> tuple[ResolvedConfig, StepPlan, EvalSets]:
-    """Open the data and plan the optimizer steps. resolve: fills in the DeepSpeed JSON from flags and num_steps."""
-    # Report problems that don't depend on the data before reading it.
+    """Open the data and plan the optimizer steps. resolve: resolves the DeepSpeed JSON for flags and num_steps."""
+    # Resolve the JSON before the data is read, to report problems that don't depend on the data.
     ranks, dp = start.ranks, start.mesh.dp
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
     known = on_every_rank(ranks, partial(resolve, args, num_steps=known_steps))
@@ -260,8 +260,8 @@ def _plan_steps(
 
 
 def _plan_resume(resolved: ResolvedConfig, dataset: EncodedDataset, ranks: Ranks) -> tuple[ResumePlan, list[str]]:
-    """Find the checkpoint to resume from, with lines to print about it. Only rank 0 reads the initial weights; all
-    ranks share the verification of the checkpoint."""
+    """Find the checkpoint to resume from. Returns the plan and lines to print. Rank 0 alone hashes the initial weights;
+    the verification of the checkpoint is divided over all ranks."""
     args = resolved.args
     training, output_dir = args.training, Path(args.training.output_dir)
     identity = broadcast_from_first(

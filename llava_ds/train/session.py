@@ -1,4 +1,4 @@
-"""Build, finish and hold a training session: model, engine, saver, log and watchdog."""
+"""The training session (model, engine, saver, log, watchdog), and the functions that build and finish it."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Session:
-    """The objects of a running training. trackers: from --report_to; evaluation: None if nothing is measured; memory:
-    explains out-of-memory errors; parts: the extensions' session parts."""
+    """The objects of a running training. trackers: those of --report_to; evaluation: None if nothing is evaluated;
+    memory: explains out-of-memory errors; parts: the extensions' parts of the session."""
 
     plan: Plan
     ranks: Ranks
@@ -73,7 +73,7 @@ class Session:
         return found
 
     def saves_at(self, step: int, last: bool) -> bool:
-        """True if a checkpoint is due after a step. last: it is the run's last step."""
+        """True if a checkpoint is due after a step. last: True if it is the run's last step."""
         training = self.plan.args.training
         return training.save_strategy != "no" and (last or step % training.save_steps == 0)
 
@@ -132,7 +132,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
 def _evaluation(
     plan: Plan, runner: Runner, objective: Objective, measures: list[Measure], trackers: Trackers, started: Start
 ) -> "Evaluation | None":
-    """Make the run's evaluation. A resumed run needs it to drop evaluations logged after its checkpoint."""
+    """Make the run's evaluation, or return None. A resumed run needs it to drop log entries after its checkpoint."""
     evaluates = plan.args.evaluates or any(phase == Phase.EVALUATE for phase, _ in plan.active.hooks)
     if not evaluates and plan.resume.point.path is None:
         return None
@@ -168,7 +168,7 @@ def finish(session: Session, hooks: Sequence[Hook]) -> int:
 
 
 def _prepare_output(plan: Plan, ranks: Ranks) -> None:
-    """Clear and repair --output_dir, write run.json, and try the export."""
+    """Move an earlier run's files in --output_dir aside, repair logs, write run.json, and try the export."""
     output_dir = plan.output_dir
     set_aside(output_dir, plan.resume.point, ranks)
     mend_side_files(output_dir, RUN_FILES, ranks)
@@ -197,8 +197,8 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
 def _build_engine(
     plan: Plan, started: Start, parts: Sequence[SessionPart]
 ) -> tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict, list[Measure]]:
-    """Build the model and its engine. Returns both, the model parts whose layers may be checkpointed, and the measures
-    that extensions add."""
+    """Build the model and its engine. Returns (model, engine, the model parts with layers to checkpoint by name, the
+    extensions' measures for evaluations)."""
     args, resolved, text_config, ranks = plan.args, plan.resolved, plan.model.text_config, started.ranks
     seed, mesh = args.training.seed, started.mesh
     model_plan, point = plan.model, plan.resume.point.path
@@ -237,7 +237,7 @@ def _build_engine(
 def _warm_up(
     plan: Plan, model: LlavaModel, runner: Runner, probe: Head, checkpointed: dict, memory: MemoryWatch, started: Start
 ) -> None:
-    """Let extensions act on the new engine, compile, and run the largest remaining micro-batch."""
+    """Let extensions act on the new engine, compile it if DeepCompile is on, and try the largest micro-batch."""
     how, new = plan.args.training.gradient_checkpointing, None
     if plan.active.wraps or how == "auto" or started.ranks.device.type == "cuda":
         new = _new_engine(plan, model, runner, probe, checkpointed, memory, started)

@@ -21,7 +21,7 @@ from llava_ds.runtime.ranks import Ranks, broadcast_from_first, check_same, loca
 from llava_ds.runtime.tf32 import allow_tf32
 from llava_ds.runtime.watchdog import Watchdog
 
-GPU_WORKERS = 4  # loader processes decode while a GPU computes; on a CPU they would take its cores
+GPU_WORKERS = 4  # default number of loader processes on a GPU; on a CPU they would compete with training for cores
 
 
 class Start(NamedTuple):
@@ -34,8 +34,8 @@ class Start(NamedTuple):
 
 
 def name_sources(argv: list[str], message: str) -> str:
-    """Add a line to the message for every flag in it whose value comes from a recipe or the DeepSpeed JSON."""
-    with contextlib.suppress(ConfigError):  # reported with that message already
+    """Extend an error message: add a line for each flag in it whose value comes from a recipe or the DeepSpeed JSON."""
+    with contextlib.suppress(ConfigError):  # the message already reports this error
         args, _ = read_training_flags(argv)
         sources = recipe_values(argv, tiny_defaults(argv, RECIPES))
         path = args.training.deepspeed_config
@@ -48,7 +48,7 @@ def name_sources(argv: list[str], message: str) -> str:
 
 
 def _lay_out(args: Arguments, ranks: Ranks) -> Mesh:
-    """Lay out the ranks. Prints a warning if ranks that share layers are on several machines."""
+    """Return the mesh of the ranks. Prints a warning if ranks that share layers are on several machines."""
     mesh = Mesh.of(ranks, args.all_axes, active(args.own).mesh_parts)
     together = {f"--{axis.flag}": axis.size for axis in args.all_axes if axis.order > 0 or axis.in_data}
     number = math.prod(together.values())
@@ -68,7 +68,7 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     args, notes = read_training_flags(argv)
     quiet_libraries(args.training.verbose)
     args, more_notes = take_from_model(args)
-    parse_size(args.training.max_shard_size)  # fail before the ranks connect and --output_dir is made
+    parse_size(args.training.max_shard_size)  # report an invalid size before ranks connect and --output_dir is created
     chosen = args.training.deepspeed_config == CHOOSE_DS_CONFIG
     raw_config = None if chosen else read_ds_config(args.training.deepspeed_config)
     args = axes_from(raw_config or {}, args)

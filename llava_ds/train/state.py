@@ -1,4 +1,4 @@
-"""A run's progress, and the numbers of one step."""
+"""The progress of a run, and the results of one step."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from llava_ds.data.dataset import BrokenSample
 
 @dataclass
 class TrainState:
-    """A run's progress. A resume needs only this and the engine's state."""
+    """The progress of a run."""
 
     step: int = 0
     stops: bool = False  # a stop was requested: the run ends after this step
@@ -18,20 +18,20 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The numbers of one optimizer step. Tensors are on the device: reading one waits for the step.
+    """The results of one optimizer step. Tensors are on the device: reading one waits for the step.
 
-    loss: this rank's part; the parts of all ranks add up to the step's loss; counts: Window.counts summed over ranks,
-    (6,); skipped_steps: so far; num_planned: samples of all ranks, broken ones included; broken: this rank's broken
-    samples; by_source: (2, sources), this rank's summed loss and supervised tokens per data source; metrics: this
-    rank's sums of the objective's other numbers, by name; means: (micro-batches,), this rank's mean losses with
-    --loss_reduction micro_batch. Losses, metrics and counts are float64. Holds no reference to a batch.
+    loss: this rank's part of the step's loss (their sum over ranks); counts: Window.counts summed over ranks,
+    (6,); skipped_steps: number so far; num_planned: samples of all ranks, including broken ones; broken: this rank's
+    broken samples; by_source (2, sources): this rank's summed loss and number of supervised tokens per data source;
+    metrics: this rank's sums of the objective's metrics, by name; means (micro-batches,): this rank's mean losses, with
+    --loss_reduction micro_batch only. Losses, metrics and counts are float64. Keeps no reference to a batch.
     """
 
     step: int
     loss: torch.Tensor
     by_source: torch.Tensor
     counts: torch.Tensor
-    grad_norm: object  # the engine's: a number, a tensor, or None
+    grad_norm: object  # a number, a tensor, or None if the engine computes no norm
     skipped_steps: object  # a number or a tensor
     lr: list[float]
     num_planned: int

@@ -41,9 +41,9 @@ from llava_ds.runtime.ranks import quiet_libraries
 RANKS = 2
 WARM_UP = 1  # step
 
-# LLaVA-1.5 at a ninth of its lengths (64 features per image): attention, tower and padding have about the same shares
-# of the work as at 7B. Deep rather than wide, because some tensors are saved only in the last layer. The two differ in
-# the output layer: its share is that of a 7B with 32k ids, or of a 0.5B with 152k.
+# LLaVA-1.5 with a ninth of its lengths (64 features per image). Attention, tower and padding have about the same shares
+# of the work as at 7B. Deep and narrow, because some tensors are saved only in the last layer. The vocabularies give
+# the output layer the share that it has in a 7B model with 32k ids, and in a 0.5B model with 152k ids.
 SMALL_VOCABULARY = Shape(
     "small vocabulary", hidden=256, intermediate=688, layers=12, heads=4, vocab=768,
     tower_hidden=128, tower_layers=3, tower_heads=2, patches=8, patch_size=8,
@@ -211,7 +211,7 @@ def measure_loss(name: str, own: argparse.Namespace, folder: Path) -> Part:
 
 
 def measure_loader(name: str, own: argparse.Namespace, folder: Path) -> Part:
-    """Measure images per second per core: LLaVA's path, ours and the fast one, with new images in every round."""
+    """Measure decoded images per second per core of LLaVA's, the exact and the fast path, on new images per round."""
     size = {"num_images": 3, "seconds": 1.0} if own.quick else {"num_images": 12, "seconds": 30.0}
     measured = [measure_decoding(**size, seed=number) for number in range(own.rounds)]
     rows = []
@@ -238,7 +238,7 @@ def run_preset(name: str, own: argparse.Namespace, folder: Path) -> Part:
 
 
 def case_of(stage: str, shape: Shape, own: argparse.Namespace) -> Case:
-    """Return a stage's case with LLaVA-1.5's samples per step: 256 in stage 1, 128 in stage 2, over 8 ranks."""
+    """Return a stage's case with LLaVA-1.5's global batch size: 256 samples per step in stage 1, 128 in stage 2."""
     captions = stage == "stage1"
     return Case(
         name=stage,

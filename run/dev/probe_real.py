@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def nouns_of(records: list[dict]) -> dict[str, str]:
-    """Return the noun of each training image without variation that has a choice or a name."""
+    """Return the noun of each unvaried training image that has a choice or a name."""
     found = {}
     for each in records:
         turns = [turn["value"] for turn in each["conversations"]]
@@ -83,7 +83,7 @@ def read(folder: Path, nouns: list[str]) -> torch.Tensor:
 
 
 def fit(features: torch.Tensor, states: list[torch.Tensor]):
-    """Return the function that ridge regression finds, from features to hidden states less their mean."""
+    """Fit ridge regression from features to standardized hidden states. Returns its function for one image."""
     mean, deviation = features.mean(0), features.std(0)
     targets = torch.stack(states)
     inputs, middle, scale = (features - mean) / deviation, targets.mean(0), targets.std(0)
@@ -99,7 +99,7 @@ def choose(predicted: tuple[torch.Tensor, ...], states: list[torch.Tensor]) -> i
 
 
 def nearest(file: list[dict], features: dict[str, torch.Tensor]) -> str:
-    """Answer by the nearest mean of the other images of the four nouns."""
+    """Answer each question with the noun whose other images have the nearest mean. Returns the accuracy as text."""
     shown: dict[str, set[str]] = {}
     for each in file:
         shown.setdefault(each["conversations"][1]["value"], set()).add(each["image"])

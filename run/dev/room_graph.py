@@ -19,7 +19,7 @@ def room_of(path: Path) -> str:
 
 
 def imported_rooms(source: str) -> set[str]:
-    """Return the rooms that a file imports from, also inside functions; without imports for types only."""
+    """Return the rooms that a file imports from, also inside functions, but not under TYPE_CHECKING."""
     names, tree = [], ast.parse(source)
     tree.body = [
         node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
@@ -37,7 +37,7 @@ def room_imports() -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for path in [*(ROOT / "llava_ds").rglob("*.py"), *(ROOT / "run").rglob("*.py")]:
         room = room_of(path)
-        # nothing imports an extension's files, and each extension may be deleted
+        # Skip the extensions: nothing imports their files, and each may be deleted.
         is_extension = room == "extensions" and path.parent.name != "extensions"
         if room != "__init__" and not is_extension:
             graph.setdefault(room, set()).update(imported_rooms(path.read_text(encoding="utf-8")) - {room})

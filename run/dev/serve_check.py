@@ -95,7 +95,7 @@ def row(
     args: argparse.Namespace,
     must: bool = True,
 ) -> dict:
-    """Run one path, print the number of expected answers, and return it. must: True if all have to be equal."""
+    """Run one path, print how many answers equal the expected ones, and return a row. must: True if all have to."""
     start = time.perf_counter()
     answers = asking(args.model_path, questions, args.max_new_tokens)
     wrong = [i for i, (one, other) in enumerate(zip(expected, answers, strict=True)) if one != other]
@@ -107,10 +107,10 @@ def row(
 
 
 def compare_llama_cpp(questions: list[Question], args: argparse.Namespace) -> dict[str, dict]:
-    """Run llama.cpp without and with images. Answers with images are compared with run/evaluate.py's, and with those of
-    the same model with the class token in llama.cpp's position: they must equal one of the two.
+    """Run llama.cpp without and with images. In float32, answers with images must equal run/evaluate.py's, either of
+    the unchanged model, or of the model with its class token where llama.cpp puts it.
 
-    float16 also rounds the inputs of matrices, and q8_0 is a different model, so their answers may differ.
+    Answers of float16 may differ, because it also rounds the inputs of matrices, and those of q8_0, a different model.
     """
     rows = {}
     text = [without_image(question) for question in questions]
@@ -160,8 +160,8 @@ def evaluated(model_path: str, questions: list[Question], max_new_tokens: int, m
 def misplace_class_token(embeddings: torch.nn.Module, _, hidden: torch.Tensor) -> torch.Tensor:
     """Move the class token after the patches without moving positions: hidden (N, 1 + P, D).
 
-    llama.cpp's tools/mtmd/models/llava.cpp does this and drops the first row before the projector as if it were the
-    class token: each patch gets its neighbour's position, and the first patch is missing.
+    llama.cpp's tools/mtmd/models/llava.cpp does this, but drops the first row before the projector as the class token.
+    Each patch then has its neighbour's position, and the first patch is missing.
     """
     positions = embeddings.position_embedding.weight
     return torch.roll(hidden - positions, -1, dims=1) + positions
@@ -246,7 +246,7 @@ def by_chat_serve(
 
 
 def by_vllm(python: str, model_path: str, questions: list[Question], max_new_tokens: int) -> list[str]:
-    """Answer with vLLM, through the openai client. python: of vLLM's environment."""
+    """Answer with vLLM, through the openai client. python: interpreter of vLLM's environment."""
     port = free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model_path, "--dtype", "float32"]
     # Use only the model in the folder; 1 GiB for keys and values instead of the default 4.
@@ -256,7 +256,7 @@ def by_vllm(python: str, model_path: str, questions: list[Question], max_new_tok
 
 
 def by_llama_cpp(python: str, dtype: str, model_path: str, questions: list[Question], max_new_tokens: int) -> list[str]:
-    """Export as GGUF and answer with llama.cpp's server, through the openai client. python: with xllamacpp."""
+    """Export as GGUF, and answer with llama.cpp's server and the openai client. python: interpreter with xllamacpp."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         export = [sys.executable, str(ROOT / "run" / "export.py"), model_path, "--format", "gguf", "--dtype", dtype]

@@ -11,12 +11,12 @@ PLACE = re.compile(r"\b(?:at|in) the (top left|top right|top|bottom left|bottom 
 
 
 def facts(prompts, completions, references, ids):
-    """Return the F1 score, 0 to 1, of the named (colour, shape, place) against the reference, for each answer."""
+    """Return for each answer the F1 score (0 to 1) of its (colour, shape, place) facts against the reference's."""
     return [f1(named(answer), named(reference)) for answer, reference in zip(completions, references)]
 
 
 def named(text):
-    """Count (colour, shape, place) in a description; the n-th place belongs to the n-th thing."""
+    """Count the (colour, shape, place) facts in a description, in which the n-th place is the n-th thing's."""
     text = text.lower()
     return Counter((*thing, place) for thing, place in zip(THING.findall(text), PLACE.findall(text)))
 

@@ -1,4 +1,4 @@
-# n tiles of one image or video, S side of the tower's square
+# Shapes: n tiles of one image or video, S pixels per side of the tower's input
 """Decode images and videos to uint8 tiles. They are normalised on the device, in the tower."""
 
 import contextlib
@@ -21,14 +21,14 @@ from llava_ds.geometry import ImageOptions, Size, TiledImageOptions
 from llava_ds.layouts import MediaLayout
 from llava_ds.tilings import Cut
 
-# Raster formats whose decoders run no program and open no other file. Not ICO: it hides images of other sizes.
+# Raster formats whose decoders run no program and open no other file. ICO is excluded: it may hold larger images.
 FORMATS = (
     "JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "JPEG2000", "PPM", "PCX", "TGA",
 )  # fmt: skip
 
-_PADDED_TIMES = 8  # padded images may have this many times the pixel bound: some seconds of work
+_PADDED_TIMES = 8  # a padded image may have this many times max_pixels: resizing it takes some seconds
 _HEADER_BYTES = 8 << 20  # allowance for data before the pixels: profiles, thumbnails, other metadata
-_BYTES_PER_PIXEL = 16  # four floats; compressed formats have fewer
+_BYTES_PER_PIXEL = 16  # upper bound: four floats; compressed formats need fewer
 _ORIENTATION = 0x0112  # the EXIF tag
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -42,7 +42,7 @@ _TURNS = {
 
 
 def _videos() -> ModuleType:
-    """The reader of video files, loaded by runs that have any."""
+    """Import the reader of video files, only if the data has videos."""
     from llava_ds.data.images import video
 
     return video
@@ -97,7 +97,7 @@ def _tiles_by(media: Media, sizes: tuple[Size, ...], options: TiledImageOptions)
 
 
 def _frames(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
-    """Yield the frames to use. Raises an error if a size has changed."""
+    """Yield the frames to use. Raises DataError if a frame's size differs from `sizes`."""
     if media.kind == "frames":
         for ref, size in zip(used_files(media, options), sizes, strict=True):
             yield _load(ref, options, size)
@@ -112,8 +112,8 @@ def _frames(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Ite
 
 
 def stack_moments(frames: Iterable[Image.Image], cut: Cut, options: TiledImageOptions) -> torch.Tensor:
-    """Tiles of a video, (n, 3, T * S, S) uint8: the frames of each moment stacked vertically, with the last frame
-    repeated to fill the last moment."""
+    """Return a video's tiles, (n, 3, T * S, S) uint8. The T frames of a moment are stacked vertically. The last frame
+    is repeated to fill the last moment."""
     tiles = [cut_by(frame, cut, options.size, options.resample) for frame in frames]  # (tiles, 3, S, S) each
     step = options.video.moment
     tiles += [tiles[-1]] * (-len(tiles) % step)
@@ -139,7 +139,7 @@ def load_image(
 
 
 def is_deep(image: Image.Image) -> bool:
-    """True for an image of one channel of 16 or 32 bits, by its header."""
+    """True if the image's header declares one channel of 16 or 32 bits."""
     return image.mode.startswith(("I", "F"))
 
 
@@ -150,7 +150,7 @@ def to_rgb(image: Image.Image, value_range: str | None = None) -> Image.Image:
 
         image = to_eight_bits(image, value_range)
     if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
-        return image if image.mode == "RGB" else image.convert("RGB")  # convert would make a copy
+        return image if image.mode == "RGB" else image.convert("RGB")  # convert would copy an RGB image
     whole = Image.new("RGB", image.size)
     for top, bottom in bands(*image.size):
         part = image.crop((0, top, image.width, bottom)).convert("RGBA")
@@ -167,7 +167,7 @@ def opened_image(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, i
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # max_pixels is the bound; broken images raise
+            warnings.simplefilter("ignore")  # max_pixels limits the size, and broken images raise
             with (
                 opened_file(ref, _HEADER_BYTES) as file,
                 _open_header(file, max_pixels) as image,
@@ -200,7 +200,7 @@ def opened_image(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, i
 
 
 def _open_header(file: io.BufferedReader, max_pixels: int) -> Image.Image:
-    """Open an image with a bound on the bytes read: headers can claim parts of any length."""
+    """Open an image and limit the bytes read, because a header can declare parts of any length."""
     start = file.peek(16)
     if start.startswith(b"RIFF") or start[4:8] == b"ftyp":
         file.raw.max_bytes = max(_HEADER_BYTES, max_pixels)  # WebP and AVIF files are read whole
@@ -235,7 +235,7 @@ def decode_pixels(ref: FileRef, image: Image.Image) -> None:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Read the EXIF orientation from the header, 1 to 8, the same before and after decoding.
+    """Read the EXIF orientation, 1 to 8, from the header, so that it does not depend on decoding.
 
     EXIF data after the pixels of a PNG is ignored, because reading it requires decoding. Pillow rotates TIFFs itself.
     Damaged EXIF data is ignored, as in any viewer.
@@ -243,7 +243,7 @@ def _orientation(image: Image.Image) -> int:
     if image.format == "TIFF":
         return 1
     try:
-        turn = Image.Image.getexif(image).get(_ORIENTATION, 1)  # not the PNG plugin's method: that decodes
+        turn = Image.Image.getexif(image).get(_ORIENTATION, 1)  # the PNG plugin's getexif would decode the image
     except Exception:  # its parser raises almost any type on broken data
         return 1
     return turn if turn in _TURNS else 1
@@ -267,16 +267,16 @@ def used_files(media: Media, options: ImageOptions) -> list[FileRef]:
 
 
 def aspect_ratio_of(media: Media, options: ImageOptions) -> str:
-    """Return how to make one tile of an image. Frames are never padded, as in LLaVA-NeXT."""
+    """Return how an image becomes one tile: "pad", "stretch" or "square". Frames are never padded, as in LLaVA-NeXT."""
     if media.kind == "image" and (options.is_anyres or options.aspect_ratio == "pad"):
         return "pad"
     return "stretch" if options.stretch else "square"
 
 
 def check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: ImageOptions) -> None:
-    """Refuse an image so narrow that a step of resizing would far exceed the pixel bound."""
+    """Raise DataError for an image so narrow that an intermediate size would far exceed max_pixels."""
     if aspect_ratio == "pad":
-        padded = max(size) * size[1]  # resized in bands: takes time, but no memory
+        padded = max(size) * size[1]  # resizing in bands takes time, but little memory
         if padded > _PADDED_TIMES * options.max_pixels or max(size) * options.size > options.max_pixels:
             raise DataError(f"{ref.path}: an image of {size[0]} x {size[1]} is too narrow to be padded: leave it out")
         return
@@ -288,7 +288,7 @@ def check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: ImageOpt
 
 @functools.cache
 def _known_formats() -> tuple[str, ...]:
-    """The FORMATS that this Pillow was built with."""
+    """Return the formats of FORMATS that this build of Pillow supports."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 

@@ -17,7 +17,7 @@ def to_eight_bits(image: Image.Image, value_range: str | None = None) -> Image.I
     """Convert a deep image to 8 bits: round(255 * (value - low) / (high - low)), clipped to 0 and 255.
 
     value_range: as in ImageOptions. By default, low and high are 0 and 255 for floats, and for 32-bit integers without
-    a value above 255; otherwise 0 and 65,535. With its own range, an image of a single value is black. Raises
+    a value above 255; otherwise 0 and 65,535. If value_range is OWN_RANGE, an image of a single value is black. Raises
     ValueError for NaN or infinity.
     """
     values = _values(image, value_range is not None)

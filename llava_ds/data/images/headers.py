@@ -22,8 +22,8 @@ _WIDE_FORMATS = ("PNG", "TIFF", "PPM")  # may have 16 bits per colour channel
 def probe(media: Media, options: ImageOptions, notes: list[str] | None = None) -> tuple[Size, ...]:
     """Read upright (width, height) of an image, or of every used frame of a video, from headers only.
 
-    notes: list that collects lines about images that use little of their range (this decodes images of more than 8 bits
-    a value); None skips the check.
+    notes: list that collects lines about images that use little of their range (images with more than 8 bits per value
+    are decoded to check it); None skips the check.
 
     Raises DataError for files that are not images or are too large, as stored or resized, and ConfigError for a video
     file if the extra that decodes it is missing.
@@ -92,7 +92,7 @@ def _is_wide(image: Image.Image) -> bool:
 
 
 def _check_steps(ref: FileRef, size: Size, steps: tuple[Size, ...], options: ImageOptions) -> None:
-    """Refuse an image whose resizing exceeds the pixel bound, including after resizing the width only."""
+    """Raise DataError if an image exceeds max_pixels at a resizing step, or after resizing only its width."""
     before = (size, *steps)
     if any(max(width * h, width * height) > options.max_pixels for (_, h), (width, height) in zip(before, steps)):
         raise DataError(

@@ -1,9 +1,9 @@
 # h, w height and width of an image, S side of the tower's square
 """Resize images to tiles: with Pillow, pixel for pixel as in LLaVA, or with torch, several times as fast.
 
-Both resize the width first and then the height, and round to 8 bits in between, like any Pillow before 13. torch has
-weights of 16 bits where Pillow has 22: a pixel may differ by 1 after the first pass, and by 2 after the second (its
-weights add up to 1.25 in magnitude).
+Both resize the width first and then the height, and round to 8 bits in between, like any Pillow before 13. torch's
+filter weights have 16 bits, Pillow's 22: a pixel may differ by 1 after the first pass, and by 2 after the second (the
+weights' magnitudes add up to 1.25).
 """
 
 import sys
@@ -25,11 +25,11 @@ _BAND_PIXELS = 4_000_000  # pixels converted or padded at a time, so that a larg
 def to_tile(image: Image.Image, aspect_ratio: str, options: ImageOptions) -> torch.Tensor:
     """Make one tile of a whole image, (3, S, S) uint8.
 
-    aspect_ratio: "pad" keeps everything, on the mean colour; "square" and "original" crop the centre; "stretch" changes
+    aspect_ratio: "pad" pads to a square in the mean colour; "square" and "original" crop the centre; "stretch" changes
     the proportions.
 
-    With fast decoding no value differs by more than 2. Raises DataError for an image so narrow that its resized form
-    would have more than max_pixels.
+    With fast decoding, values differ from Pillow's by at most 2. Raises DataError for an image so narrow that its
+    resized form would have more than max_pixels.
     Source: LLaVA's process_images and transformers' CLIPImageProcessor (PIL), up to rescaling and normalisation.
     """
     size, fast, resample = options.size, options.fast_decoding, options.square_resample
@@ -47,7 +47,7 @@ def to_tile(image: Image.Image, aspect_ratio: str, options: ImageOptions) -> tor
 def cut_tiles(image: Image.Image, size: Size, pinpoint: Size, side: int, fast: bool = False) -> list[torch.Tensor]:
     """Cut an anyres image into tiles, (3, S, S) uint8 each: a stretched overview, then tiles row by row, padded black.
 
-    side: S. Source: LLaVA's process_anyres_image, which resizes by Pillow's default for RGB, bicubic.
+    side: S. Source: LLaVA's process_anyres_image. It resizes by Pillow's default for RGB, bicubic.
     """
     from llava_ds.anyres import fitted_size
 
@@ -65,7 +65,7 @@ def cut_tiles(image: Image.Image, size: Size, pinpoint: Size, side: int, fast: b
 def cut_by(image: Image.Image, cut: Cut, side: int, resample: int) -> torch.Tensor:
     """Cut an image into tiles by a tiling's Cut, (n, 3, S, S) uint8. side: S; resample: Pillow's filter number.
 
-    Source: transformers' image processors, which resize by Pillow alone.
+    Source: transformers' image processors that use Pillow only.
     """
     images = [image]
     for size in cut.steps:
@@ -89,8 +89,8 @@ def too_narrow(size: Size, resized_to: Size) -> str:
 def resized(image: Image.Image, size: Size, fast: bool = False, resample: int = BICUBIC) -> torch.Tensor:
     """Resize an RGB image to (3, h, w) uint8, a non-contiguous view. resample: Pillow's filter number.
 
-    fast: no pixel differs by more than 2 of 255. Pillow 13 on its own resizes the height first if that is less work,
-    and rounds differently: by up to 15 of 255 in a stretched overview.
+    fast: use torch; pixels differ by at most 2 of 255. Each pass is a call, because Pillow 13 by itself resizes the
+    height first if that is less work, and then differs by up to 15 of 255 in a stretched overview.
     """
     if fast:
         return _by_torch(image, size, (image.size, (0, 0), (0, 0, 0)), resample)
@@ -120,7 +120,7 @@ def padded(
 
 
 def bands(width: int, height: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) rows of bands of a few million pixels."""
+    """Yield (first, end) rows of bands of a few million pixels."""
     step = max(1, _BAND_PIXELS // width)
     for first in range(0, height, step):
         yield first, min(first + step, height)

@@ -12,10 +12,10 @@ from llava_ds.data.sample import FileRef
 from llava_ds.geometry import ImageOptions, Size
 from llava_ds.videos import Footage, video_frames
 
-# Containers with embedded frames. Playlists are excluded: they name other files and addresses.
+# Containers that hold the frames themselves. Playlists are excluded: they refer to other files and addresses.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,asf,mpeg,mpegts,m4v,ogg"
 LONGEST_S = 1e6  # longest video, eleven days: a list of more frames could fill the memory
-UNEVEN = 0.05  # relative change of a rate, more than rounding times to Matroska's milliseconds causes
+UNEVEN = 0.05  # relative difference of rates, above that from rounding times to Matroska's milliseconds
 NO_RATE = 24.0  # frames a second if a file doesn't give a rate, as in transformers
 _QUARTER_TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 
@@ -44,8 +44,8 @@ def footage(ref: FileRef, options: ImageOptions) -> tuple[Footage, Size]:
 
 
 def frames(ref: FileRef, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
-    """Yield the frames to use, in RGB and upright, one at a time. Raises DataError if they differ from the probed
-    ones."""
+    """Yield the frames to use, in RGB and upright, one at a time. Raises DataError if they differ from those
+    that probe found."""
     wanted = _indices(ref, options)
     if len(wanted) != len(sizes):
         raise FileChanged(
@@ -79,9 +79,9 @@ def _indices(ref: FileRef, options: ImageOptions) -> list[int]:
 def _count_and_rate(ref: FileRef) -> tuple[int, float]:
     """Read the number of frames and the average frame rate (NO_RATE if unknown), without decoding.
 
-    If the header has no number of frames, packets are counted. Their times then correct a header's rate that is not the
-    average, as in Matroska videos with a variable frame rate; torchcodec, transformers' first choice, also uses the
-    times. Raises DataError for a video longer than LONGEST_S.
+    If the header has no number of frames, packets are counted. If the header's rate then differs from the average in
+    the packets' times, as in Matroska videos with a variable frame rate, the average is used. torchcodec, transformers'
+    first choice, also uses the times. Raises DataError for a video longer than LONGEST_S.
     """
     with _opened(ref) as (container, stream):
         count, rate = stream.frames, float(stream.average_rate or stream.base_rate or NO_RATE)
@@ -101,8 +101,8 @@ def _count_and_rate(ref: FileRef) -> tuple[int, float]:
 
 
 def _rate_of(times: list[int | None], time_base: Fraction) -> float | None:
-    """Frames a second between the first and the last time; None if some times are missing. times: in units of
-    time_base."""
+    """Return the frames per second between the first and the last time; None if times are missing. times: in
+    time_base units."""
     if len(times) < 2 or None in times or max(times) == min(times):
         return None
     return (len(times) - 1) / float((max(times) - min(times)) * time_base)
@@ -133,11 +133,11 @@ def _opened(ref: FileRef) -> Iterator[tuple]:
             if not container.streams.video:
                 raise DataError(f"{ref.path} holds no video: replace it or leave it out")
             stream = container.streams.video[0]
-            stream.codec_context.thread_count = 1  # the loader's processes are the parallel part
+            stream.codec_context.thread_count = 1  # the loader's processes already run in parallel
             yield container, stream
     except DataError:
         raise
-    except Exception as error:  # PyAV has an error type per cause, and libraries beneath it raise others
+    except Exception as error:  # PyAV and the libraries it uses raise many types of errors
         raise DataError(
             f"{ref.path} can't be read as a video ({type(error).__name__}: {error}): replace it or leave it out"
         ) from error

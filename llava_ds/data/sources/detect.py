@@ -1,4 +1,4 @@
-"""Detect the format of a source's records from the first ones."""
+"""Detect the format of a source's records from its first records."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from llava_ds.data.sources.tars import IMAGE_SUFFIXES
 from llava_ds.data.sources.turn_lists import as_turns, is_turn_list
 from llava_ds.files.urls import local_path, real_path
 
-NUM_RECORDS = 100  # number of records for detection
+NUM_RECORDS = 100  # number of first records to examine
 FORMATS_HELP = (
     'llava: {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, '
     '{"from": "gpt", "value": "A cat."}]}; '
@@ -32,7 +32,7 @@ _IMAGE_KEY = re.compile("image|img|picture|photo|video", re.IGNORECASE)
 _IMAGE_NAME = re.compile("(?:image|img|picture|photo)s?[ _-]?(?:id|name|idx|index|no)s?", re.IGNORECASE)  # not a path
 _OPTION_KEY = re.compile("A|(?:choice|option)_?(?:a|1)", re.IGNORECASE)  # column of the first choice
 _CHOICE = re.compile(r"\(?([A-Ja-j]|\d{1,2})[).]?")
-MIN_BASE64 = 64  # characters: file names never begin like this
+MIN_BASE64 = 64  # minimum length in characters, because a file name may begin like base64
 ALPACA_QUESTION = {"instruction", "input"}
 IMAGE_ENDINGS = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
 
@@ -41,7 +41,7 @@ IMAGE_ENDINGS = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
 class Found:
     """A detected record format and its field names.
 
-    format: of most records; columns: names of the fields that are read; marks_added: images came without marks.
+    format: format of most records; columns: names of the fields that are read; marks_added: some images have no marks.
     """
 
     format: str
@@ -54,8 +54,8 @@ class Found:
 class FirstRecords:
     """The first records of a source: the valid objects, all keys, and reasons for rejected records.
 
-    held: keys with images or other files as bytes, and unread columns that name images; has_all_keys: later records
-    have no other keys.
+    held: keys with images or other files as bytes, and unread columns that name images; has_all_keys: True if later
+    records have no other keys.
     """
 
     records: list[dict]
@@ -84,7 +84,7 @@ class FirstRecords:
 
 
 def detect(first: FirstRecords, columns: Columns, options: SourceOptions, path: str) -> Found:
-    """Detect the format of records from the first ones.
+    """Detect the format of a source's records from its first records.
 
     Raises ConfigError if no format fits, or if two names could belong to one field.
     """
@@ -121,13 +121,13 @@ def detect(first: FirstRecords, columns: Columns, options: SourceOptions, path: 
 
 
 def _used_fields(found: str, votes: Iterable[str]) -> tuple[str, ...]:
-    """Fields of the main format and of other formats that some records have: each record is read in its own form."""
+    """Return the fields of all formats that occur, the main one first: each record is read in its own format."""
     forms = [found] if found in ("caption", "preference") else [found, *(each for each in votes if each != "caption")]
     return tuple(dict.fromkeys(field for each in forms for field in (*FIELDS_OF_ALL, *FORM_FIELDS[each])))
 
 
 def _unknown(first: FirstRecords, columns: Columns, path: str) -> str:
-    """Message for records that fit no format, with the problem of the first record."""
+    """Return the message for records that fit no format, with the problem of the first record."""
     if not first.records and first.reasons:
         return f"{path}: none of its first records can be used; the first: {first.reasons[0]}"
     why = next(filter(None, (_wrong_with(record, first.keys, columns) for record in first.records)), None)
@@ -139,7 +139,7 @@ def _unknown(first: FirstRecords, columns: Columns, path: str) -> str:
 
 
 def _wrong_with(record: dict, keys: list[str], columns: Columns) -> str | None:
-    """Describe the problem with a record of unknown format. keys: of all records and columns."""
+    """Describe the problem with a record of unknown format. keys: keys of all records, and names of columns."""
     for fields in (("turns",), ("texts",)):
         for _, name in present(record, columns, fields):
             try:
@@ -170,8 +170,8 @@ def _wrong_with(record: dict, keys: list[str], columns: Columns) -> str | None:
 
 
 def _likely_columns(record: dict, keys: list[str], columns: Columns) -> list[str]:
-    """Suggest pairs for --data_columns: names with other capitals or without their s, or the only list of turns under
-    another name."""
+    """Suggest pairs for --data_columns: keys that match a name except for capitals or a plural s, or else the only
+    other key with a list of turns."""
     field_of_name = {name: field for field, names in columns.by_field().items() for name in names}
     field_of_name |= {name.removesuffix("s"): "turns" for name in columns.turns}
     odd = [name for name in keys if name not in columns.all()]
@@ -191,7 +191,7 @@ def _begins_with_turn(value: object, name: str) -> bool:
 
 
 def _refuse_no_preferences(first: FirstRecords, columns: Columns, options: SourceOptions, path: str) -> None:
-    """Raise ConfigError if no record among the first has two answers, or one with a label where labels are read."""
+    """Raise ConfigError if none of the first records has two answers or, if labels are read, a labelled answer."""
     if options.are_labelled and any(key in record for record in first.records for key in GOOD_ANSWER_KEYS):
         return
     labelled = ", or an answer with a label" if options.are_labelled else ""
@@ -206,8 +206,8 @@ def _refuse_no_preferences(first: FirstRecords, columns: Columns, options: Sourc
 
 
 def _labelled_answers(first: FirstRecords, columns: Columns, path: str) -> tuple[str, ...]:
-    """Fields of single answers with a label. The field answer is read if no record has an answer elsewhere: next to
-    another answer, it is usually a reference. Raises ConfigError if questions have no answer."""
+    """Return the fields of single labelled answers. They include `answer` only if no record has an answer elsewhere:
+    next to another answer, it is usually a reference. Raises ConfigError if questions have no answer."""
     own = ("completion", "output", "label")
     if any(present(record, columns, ("turns", *PAIRS, "response", *own[:2])) for record in first.records):
         return own
@@ -289,7 +289,7 @@ def names_image(key: str, value: object) -> bool:
 
 
 def metadata_columns(columns: Columns, keys: Iterable[str], options: SourceOptions) -> Columns:
-    """Columns in a folder of images named as in datasets: file_name, file_names, and names with these endings."""
+    """Return the columns of an image folder in the datasets library's form: keys that end in file_name(s) are paths."""
     named = {field for field, _ in options.columns}
     files = [key for key in keys if key.endswith(("file_name", "file_names"))]
     videos = tuple(key for key in files if key.startswith("video"))
@@ -303,13 +303,13 @@ def metadata_columns(columns: Columns, keys: Iterable[str], options: SourceOptio
 
 
 def _seen(records: list[dict], columns: Columns, path: str) -> tuple[tuple[str, str], ...]:
-    """Pairs of a field and its name in some record, the id last."""
+    """Return the pairs of a field and its name that occur in the records, the id last."""
     seen: dict[tuple[str, str], None] = {}
     for field, names in columns.by_field().items():
         present = [[name for name in names if record.get(name) is not None] for record in records]
         present = list(filter(None, present))
         several = [names for names in present if len(names) > 1]
-        # A single such record is a bad record. If most are like that, the user must decide.
+        # A single record with two names is a bad record. If most have two, the user must choose one.
         if len(several) > len(present) / 2:
             known = "conversations" if field == "turns" else field
             raise ConfigError(

@@ -1,8 +1,8 @@
-"""Images embedded in records, extracted once to a spool so that records stay small.
+"""Extract images embedded in records to a spool, once, so that records stay small.
 
-A spool is a folder with all images of a source in one file and its records as lines of JSON, where a reference (file,
-offset, size) replaces each image. Only references by readers are trusted: `embed` removes those in a record, and
-to_sample allows no file except the spool's.
+A spool is a folder with two files: all images of a source, and its records as lines of JSON, in which a reference
+(file, offset, size) replaces each image. Only references written by readers are trusted: `embed` removes references
+in a record, and to_sample accepts no file other than the spool.
 """
 
 import base64
@@ -20,7 +20,7 @@ from llava_ds.data.sources.options import Columns
 from llava_ds.data.sources.turn_lists import as_turns, is_turn_list, loose_turns
 
 REFERENCE = "llava_ds_file"  # key of a reference: its value has a file, offset and num_bytes
-REJECTED = "llava_ds_rejected"  # key of the object that replaces a record rejected by its reader: the reason
+REJECTED = "llava_ds_rejected"  # key of the reason, in the object that replaces a record rejected by its reader
 IMAGES, RECORDS = "pictures.bin", "records.jsonl"
 PART_KEYS = ("image", "image_url", "path", "url", "video", "video_url")
 _OWN_KEYS = (REFERENCE, "offset", "num_bytes")  # keys of references, not allowed in records
@@ -128,7 +128,7 @@ def spooled(folder: str, rows: Callable[[ImageStore], Iterator[Row]]) -> Iterato
         with write_errors(final, "the images inside the data"), cache_scratch(final) as scratch:
             _spool(scratch, final, rows)
             if not put_in_place(scratch, final) and not _is_whole(final):
-                for name in (IMAGES, RECORDS):  # some files of it were deleted
+                for name in (IMAGES, RECORDS):  # some of its files were deleted
                     os.replace(scratch / name, final / name)
     with open(final / RECORDS, "rb") as records:
         for row in records:

@@ -62,7 +62,7 @@ def find_file(name: str, root: str | None, what: str = "image", flag: str = "--i
     """Resolve the real path of a file named by a record.
 
     root: real path of the folder that name is relative to and must not leave. Makes one system call if the folder is
-    cached, none for an object in a store; opens nothing. Raises DataError with the reason.
+    cached, none for an object in a store. Opens no file. Raises DataError with the reason.
     """
     folder_name = flag.removeprefix("--").replace("_", " ")
     if root is not None and is_remote(root):
@@ -190,7 +190,7 @@ def field_of(record: dict, names: tuple[str, ...]) -> tuple[str, object]:
 
 
 def json_of(value: object, name: str) -> str:
-    """Serialize an object of a record, possibly given as JSON text; "" for none or an empty object."""
+    """Serialize an object of a record to JSON, "" if it is missing or empty. value: the object, or its JSON text."""
     found = (
         "" if isinstance(value, str) and not value.strip() else from_json(value, f"has {short(value)} under {name!r}")
     )

@@ -12,7 +12,7 @@ from llava_ds.files.places import open_data
 WINDOW_BYTES = 1 << 20
 MAX_RECORD_CHARS = 32 << 20
 
-# Only finds the end of a record: numbers stay text, because Python limits their digits.
+# Used only to find the end of a record. Numbers stay text, because Python limits their digits.
 _DECODER = json.JSONDecoder(parse_int=str, parse_float=str)
 _SPACE = re.compile(r"[ \t\n\r]*")
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}"]', re.DOTALL)
@@ -23,7 +23,7 @@ _CUT_CHARS = 16  # a window may end inside an escape, a number or `false`: resul
 class _Window:
     """A moving window over a text file that tracks line and column.
 
-    Bytes that are not UTF-8 become lone surrogates, so that one bad record does not hide the others.
+    Bytes that are not UTF-8 become lone surrogates, so that one bad record does not hide the other records.
     """
 
     def __init__(self, file: BinaryIO, name: str, num_bytes: int) -> None:
@@ -118,7 +118,7 @@ def read_jsonl(path: str) -> Iterator[tuple[int, str]]:
 
 
 def holds_data_uri(path: str) -> bool:
-    """True if a JSON string in a file begins like an embedded image. Quotations inside a text don't count."""
+    """True if a JSON string in a file begins like an embedded image. Escaped quotes inside a text don't count."""
     with open_data(path) as file:
         tail = b""
         while chunk := file.read(WINDOW_BYTES):
@@ -135,7 +135,7 @@ def holds_data_uri(path: str) -> bool:
 def first_value(path: str) -> tuple[str, str]:
     """Return the first character that is not a space and, if it opens an object, the first one after the object.
 
-    Distinguishes a list, JSONL, and a file with one object.
+    These two characters distinguish a list, JSONL, and a file with one object.
     """
     with open_data(path) as file:
         window = _Window(file, path, WINDOW_BYTES)

@@ -31,7 +31,7 @@ _FIRST_KEY = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"([^"\\]*)"')
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
 _TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
-# Files of a hub's clone without records.
+# Files of a cloned hub repository that hold no records.
 _NO_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
 _EXPECTED = (
     "a .json, .jsonl, .csv, .parquet or .tar file, a pattern of such files, a .yaml mixture, or a folder: saved by "
@@ -41,7 +41,7 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class Located:
-    """The files of a source. kind: of reader; note: a remark to print about the choice of files, or ""."""
+    """The files of a source. kind: a key of KINDS; note: a remark to print about the choice of files, or ""."""
 
     kind: str
     files: tuple[str, ...]
@@ -49,7 +49,7 @@ class Located:
 
 
 def locate(data_path: str, split: str | None = None) -> Located:
-    """Find the files of one source. split: of a folder; None if it has only one.
+    """Find the files of one source. split: name of a folder's split; None if it has only one.
 
     Raises ConfigError if nothing is found or a split must be named, and DataError for damaged files.
     """
@@ -83,7 +83,7 @@ def _one_kind(data_path: str, files: tuple[str, ...]) -> str:
 def expand(pattern: str) -> tuple[str, ...]:
     """Expand a pattern with {a,b}, {000..009}, *, ? or [ab] to files, in the pattern's order.
 
-    Raises ConfigError if a part of it matches none.
+    Raises ConfigError if an expanded pattern matches no file.
     """
     files: list[str] = []
     for each in _without_braces(pattern):
@@ -170,7 +170,7 @@ def _saved(path: str, split: str | None) -> Located:
 
 
 def _image_folder(path: str, metadata: list[str], split: str | None) -> Located:
-    """Locate the folder with metadata of a split."""
+    """Locate the image folder whose metadata belongs to a split."""
     chosen = choose_files(path, metadata, split)
     folders = {os.path.dirname(file) for file in chosen.files}
     if len(folders) > 1:
@@ -188,7 +188,7 @@ def _first_line_is_whole(path: str) -> bool:
     try:
         json.loads(next(rows)[1])
         return next(rows, None) is not None
-    except (ValueError, RecursionError):  # DataError among them: the line is too long for a record
+    except (ValueError, RecursionError):  # includes DataError: the line is too long for a record
         return False
 
 

@@ -19,7 +19,7 @@ KINDS = {
 }
 SOUNDS = ("audio", "audio_url", "input_audio")
 FILES = {"image": ("image", "image_url", "path", "url"), "video": ("video", "video_url", "path", "url")}
-# Keys of an object in a record's list of images, next to its file: they only describe it.
+# Keys that only describe the image, in an object of a record's list of images.
 DESCRIPTIONS = (
     "id", "name", "filename", "file_name", "format", "mode", "mime_type", "width", "height", "size", "duration",
     "caption", "alt_text", "title", "source", "license", "sha256", "md5",
@@ -39,10 +39,10 @@ DETAIL, INDEX = "detail", "index"
 
 
 class Mark(NamedTuple):
-    """An <image> or <video> mark of a text, or a part of a message.
+    """An <image> or <video> mark in a text, or an image or video part of a message.
 
-    value: its image or video, None for the record's next one; settings: as in Media; index: position (from 0) among the
-    record's images or videos, as in Hugging Face's H4 data sets, None for the next one.
+    value: its image or video, None for the next one that the record lists; settings: as in Media; index: position (from
+    0) among the record's images or videos, as in Hugging Face's H4 data sets, None for the next one.
     """
 
     kind: str
@@ -70,8 +70,8 @@ def read_mark(part: dict, where: str) -> Mark:
 
 
 def read_file(value: object, kind: str) -> tuple[object, Settings]:
-    """Return an image's or video's file, or a video's frames, and the settings. value: a path, a reference to a slice
-    of a file, a list of frames, or an object with one of these. Raises DataError as read_mark does."""
+    """Return an image's or video's file, or a video's frames, and the settings. value: a path, a reference to a
+    file slice, a list of frames, or an object with one of these. Raises DataError as read_mark does."""
     settings: Settings = ()
     while isinstance(value, dict) and REFERENCE not in value:
         where = f"has {short(value)} as its {kind}, an object"
@@ -108,7 +108,7 @@ def is_absent(value: object) -> bool:
 
 
 def _read(given: dict, kind: str, where: str, beside: tuple[str, ...] = ()) -> tuple[object, Settings]:
-    """Return the file (or None) and the settings."""
+    """Return an object's file, None if missing, and its settings. Keys in `beside` are also allowed."""
     settings = SETTINGS[kind]
     refuse_unknown(given, (*FILES[kind], *settings, DETAIL, *beside), where)
     files = {name: given[name] for name in FILES[kind] if name in given}

@@ -11,7 +11,7 @@ from llava_ds.data.sources.options import nearest, short
 
 OBJECTS = "objects"
 KEYS = ("ref", "bbox", "bbox_type", "image_id")
-# A mark and the backslashes before it. An odd number makes the mark plain text; a pair is one backslash.
+# A mark and the backslashes before it. An odd number of them makes it plain text; each pair is one backslash.
 MARKS = re.compile(rf"(\\*)({BOX_MARK}|{REF_MARK})")
 MOST = 1e9  # largest coordinate: no image is this large
 
@@ -23,8 +23,8 @@ def objects_of(
 ) -> tuple[tuple[str, ...], tuple[Box, ...]]:
     """Return the names and boxes for the marks of a conversation, in order.
 
-    num_images: number of images in the record; bbox_type: default for records without one. Without marks in the text,
-    the field may have any value. Raises DataError with the reason if they don't fit.
+    num_images: number of images in the record; bbox_type: default for records without one. If the text has no marks,
+    "objects" may have any value. Raises DataError if the marks and "objects" don't match.
     """
     found = [match.groups() for message in messages for match in MARKS.finditer(message.text)]
     wanted = Counter(mark for backslashes, mark in found if len(backslashes) % 2 == 0)

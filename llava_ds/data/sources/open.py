@@ -64,7 +64,7 @@ def open_sources(data_path: str, options: SourceOptions) -> list[Source]:
 
 
 def shown(problems: Iterable[str], where: str = "") -> str:
-    """List the first problems, one per line, and the number of the others. where: appended to that number."""
+    """List the first problems, one per line, and count the remaining ones. where: text to append to that count."""
     problems = list(problems)
     lines = [f"  {problem}" for problem in problems[:MAX_SHOWN]]
     if len(problems) > MAX_SHOWN:
@@ -100,7 +100,7 @@ def _open(data_path: str, options: SourceOptions, selection: Selection) -> Sourc
     records = FirstRecords.of([record.text for record in first], keys, held, has_all_keys=known)
     found = detect(records, source.columns, options, data_path)
     source = dataclasses.replace(source, columns=found.columns)
-    is_table = kind in SPOOLED_KINDS or files[0].endswith(".parquet")  # tables give the columns that are read
+    is_table = kind in SPOOLED_KINDS or files[0].endswith(".parquet")  # only some columns are read
     read = read_columns(keys, found.columns) if is_table else keys
     return dataclasses.replace(
         source,
@@ -139,7 +139,7 @@ def _keys(text: str) -> list[str]:
 
 
 def _spool_name(source: Source) -> str:
-    """Name that changes with the columns, and with the files' states and sampled blocks."""
+    """Return a name that changes with the columns, the files' states and their sampled blocks."""
     if source.kind not in (*SPOOLED_KINDS, "json", "jsonl"):
         return "none"
     more = ("other columns",) if source.other_columns else ()

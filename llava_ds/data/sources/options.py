@@ -40,9 +40,9 @@ FIELDS = (
 class SourceOptions:
     """Options for reading --data_path.
 
-    columns: (field, name in the records) pairs; split: of a folder with several; are_preferences: every record has two
-    answers; other_columns: keep values that are not read (Sample.other_columns); are_labelled: records may instead have
-    one answer with a label, true for a good one.
+    columns: (field, name in the records) pairs; split: split to read, if a folder has several; are_preferences: every
+    record has two answers; other_columns: keep values that are not read (Sample.other_columns); are_labelled: records
+    may instead have one answer with a label, true for a good one.
     """
 
     data_format: str = "auto"
@@ -62,8 +62,8 @@ class SourceOptions:
 class RawRecord:
     """One unparsed record as JSON text, and its location.
 
-    line: its first line in the file, from 1 (the row of a table, the member of a tar); index: its index in the source,
-    from 0, the same for all repetitions by a weight.
+    line: first line in the file, from 1 (or row of a table, or member of a tar); index: index in the source, from 0. If
+    a weight repeats a record, all repetitions have the same index.
     """
 
     file: str
@@ -96,11 +96,11 @@ class Columns:
     chosen: tuple[str, ...] = ("chosen",)
     rejected: tuple[str, ...] = ("rejected", "rejected_response", "rejected_messages")
     margin: tuple[str, ...] = ("margin",)
-    label: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # data without labels keep their fingerprint
+    label: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # repr is part of the fingerprint
 
     @classmethod
     def of(cls, columns: tuple[tuple[str, str], ...]) -> "Columns":
-        """Use the usual names, except for fields that the user named; a column named for a field serves no other.
+        """Use the usual names, except for fields that the user named. A column is used for one field only.
 
         Naming one question (or answer) field disables the other question (or answer) fields; instruction and input go
         together.
@@ -177,7 +177,7 @@ EMPTY = (None, "", [], {})  # values treated as absent: a table gives every reco
 
 
 def nearest(word: object, known: tuple[str, ...]) -> str:
-    """A hint for an unknown word: the most similar known one, or all."""
+    """Return a hint for an unknown word: the most similar valid word, or all valid words."""
     return did_you_mean(str(word), known, "known are " + ", ".join(known))
 
 

@@ -68,7 +68,7 @@ def _question_and_answers(record: dict, columns: Columns) -> tuple[list | None, 
     if rejected in (None, "", []):
         raise DataError(f"has no answer under {rejected_name!r} ({keys_of(record)}); a preference has both")
     rejected = _messages(rejected, rejected_name)
-    if chosen is None and question and _role_of(question[-1]) in MODEL_ROLES:  # ms-swift: the conversation contains it
+    if chosen is None and question and _role_of(question[-1]) in MODEL_ROLES:  # ms-swift: the turns end with the answer
         return (question[:-1], [question[-1:], rejected]) if len(rejected) == 1 else (None, [question, rejected])
     if chosen in (None, "", []):
         raise DataError(f"has no answer under {chosen_name!r} ({keys_of(record)}); a preference has both")
@@ -76,8 +76,8 @@ def _question_and_answers(record: dict, columns: Columns) -> tuple[list | None, 
 
 
 def pair_problem(record: dict, columns: Columns) -> str | None:
-    """Explain, as a predicate, why a pair can't be learned as a conversation or caption; None if the record is not a
-    pair. columns: the columns that are read."""
+    """Return why a pair can't be learned as a conversation or caption, as a clause about the record; None if it is not
+    a pair. columns: the columns that are read."""
     names = [name for name in Columns().chosen if name not in columns.all() and record.get(name) not in EMPTY]
     if not names and _unpacked(record) is record:
         return None
@@ -90,7 +90,7 @@ def pair_problem(record: dict, columns: Columns) -> str | None:
 
 
 def _learned_by() -> str:
-    """The objectives that learn pairs, with their verb."""
+    """Return the subject and verb of a clause: the objectives that learn pairs."""
     names = [name for name, traits in every_objective().items() if traits.pairs]
     return f"--objective {' or '.join(names)} learns" if names else "no objective learns"
 
@@ -110,7 +110,7 @@ def margin_of(record: dict, columns: Columns) -> float:
 
 
 def has_label(record: dict, columns: Columns) -> bool:
-    """Return True for a record with one answer where labels are read, False for a pair."""
+    """Return True if labels are read and the record has a single answer, not a pair."""
     names = (*columns.chosen, *columns.rejected)
     return bool(columns.label) and _unpacked(record) is record and all(record.get(name) in EMPTY for name in names)
 

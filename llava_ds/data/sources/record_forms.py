@@ -1,4 +1,4 @@
-"""Forms of records: functions that convert them to the list of turns that the reader takes.
+"""Convert records of all forms to records with a list of turns.
 
 The fields of a source are detected from its first records (detect.py). If a record has several forms, the first one in
 FORM_FIELDS is used: a conversation before texts, texts before a question and answer, and a caption last.
@@ -22,7 +22,7 @@ SAID_BY_HUMAN, SAID_BY_MODEL = "human", "gpt"
 
 
 def as_conversation(record: dict, columns: Columns) -> dict:
-    """Convert a record to one with a list of turns, under the first name for turns, in place of the original fields.
+    """Convert a record to one with a list of turns. The list, under the first name for turns, replaces other fields.
 
     Raises DataError with the reason.
     """
@@ -38,7 +38,7 @@ def as_conversation(record: dict, columns: Columns) -> dict:
 def _turns(record: dict, columns: Columns) -> dict:
     name, value = field_of(record, columns.turns)
     if value is None or is_turn_list(value):
-        return record  # unchanged, or left for the reader to refuse
+        return record  # it needs no conversion, or the reader rejects it
     return {**record, name: as_turns(value, name)}
 
 
@@ -77,7 +77,7 @@ FORM_FIELDS = {
 }
 FIELDS_OF_ALL = ("id", "image", "video", "system")
 WITHOUT_TURNS = ("texts", "question_answer")  # forms whose fields become the turns
-UNMARKED_FORMS = ("texts",)  # forms without marks, like captions: images are shown first, whatever the flag
+UNMARKED_FORMS = ("texts",)  # forms without marks, like captions: images always come first
 
 
 def names_of(columns: Columns, fields: tuple[str, ...]) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ def question_of(record: dict, columns: Columns) -> tuple[Turns, Turns] | None:
 
 
 def answer_of(record: dict, columns: Columns) -> Turns | None:
-    """Return the turns that answer the question, or None. Raises DataError if an answer is not a text."""
+    """Return the turns that answer the question, or None. Raises DataError if an answer is not text."""
     found = present(record, columns, ANSWERS)
     if not found:
         return None
@@ -135,7 +135,7 @@ def accepted_answers(value: object, name: str) -> list[str]:
     """Collect all answers under a name: a text or a number, an object with an answer, or a list of these. Raises
     DataError."""
     if isinstance(value, str) and name.endswith("s") and value.lstrip().startswith("["):
-        value = as_answer_list(value, name)  # CSV has lists as text
+        value = as_answer_list(value, name)  # CSV stores lists as text
     if isinstance(value, dict):
         key = next((key for key in ANSWER_KEYS if value.get(key) is not None), None)
         if key is None:

@@ -1,4 +1,4 @@
-"""Convert one record's JSON text to a sample. Nothing in it is trusted: shape, types and paths are checked.
+"""Convert one record's JSON text to a sample. Records are untrusted, so structure, types and paths are checked.
 
 These functions run for every record, in worker processes. They raise only DataError with the reason, and make system
 calls only for images and videos.
@@ -65,7 +65,7 @@ def to_sample(text: str, source: Source, index: int) -> Sample:
         record = _DECODER.decode(text)
     except RecursionError:
         raise DataError("is nested too deeply") from None
-    except ValueError as error:  # JSONDecodeError, and numbers of more digits than Python converts
+    except ValueError as error:  # JSONDecodeError, or a number with too many digits for Python
         raise DataError(f"can't be read as JSON: {error}") from None
     if not isinstance(record, dict):
         raise DataError(f"is a {type(record).__name__}, expected an object with {source.columns.turns[0]!r}")
@@ -127,8 +127,8 @@ def _refuse_bad_answer(record: dict, source: Source) -> None:
 
 
 def unread_keys(record: dict, source: Source) -> tuple[str, ...]:
-    """List the keys of a record, and columns of its table, that have a value and are not read. Raises DataError for a
-    pair of answers."""
+    """List the keys of a record, and columns of its table, that have a value and are not read. Raises DataError if the
+    record holds a pair of answers."""
     known, found = source.read_keys, source.unread_columns
     if not record.keys() <= known:
         found += tuple(key for key in record if key not in known and record[key] not in EMPTY)

@@ -24,8 +24,8 @@ _STRATEGY = re.compile(r"(first|end|random):(\d{1,12})(\.\d{1,6})?(%?)")
 class Selection:
     """A sampling strategy, and a weight that repeats its records.
 
-    strategy: all, first, end or random; number: of records; share: of records (rounded up), as in LLaVA-NeXT; weight: 2
-    takes every record twice, 1/2 a random half (rounded up), 5/2 every record twice and a random half once more.
+    strategy: all, first, end or random; number: records to take; share: fraction to take, rounded up as in LLaVA-NeXT;
+    weight: 2 takes every record twice, 1/2 a random half (rounded up), 5/2 every record twice and a random half again.
     """
 
     strategy: str = "all"
@@ -58,7 +58,7 @@ class Selection:
     def apply(self, read: Callable[[], Iterator[T]], count: Callable[[], int]) -> Iterator[T]:
         """Yield the selected records of `read`. `count` is called only if the number of records is needed.
 
-        Nothing is held in memory: a repetition reads again, and a random choice decides record by record.
+        Records are not held in memory: a repetition reads them again, and a random choice decides record by record.
         """
         if self.weight == 1 and self.strategy == "all":
             return read()
@@ -85,7 +85,7 @@ class Selection:
 
 def _random(items: Iterable[T], num_items: int, num_wanted: int, seed: str) -> Iterator[T]:
     """Choose num_wanted items in order; every subset is equally likely. Source: Knuth's algorithm S."""
-    generator = random.Random(seed)  # a text as seed: the same draws in every process
+    generator = random.Random(seed)  # a text as seed gives the same numbers in every process
     for left, item in zip(range(num_items, 0, -1), items):
         if generator.random() * left < num_wanted:
             num_wanted -= 1
@@ -93,7 +93,7 @@ def _random(items: Iterable[T], num_items: int, num_wanted: int, seed: str) -> I
 
 
 def parse_selection(strategy: object = "all", weight: object = 1, seed: object = DEFAULT_SEED) -> Selection:
-    """Parse a mixture's values. Raises ConfigError."""
+    """Parse the values of a mixture's entry. Raises ConfigError."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ConfigError(f"seed is {short(seed)}, expected an integer")
     number_like = isinstance(weight, (int, float)) and not isinstance(weight, bool)

@@ -23,7 +23,7 @@ from llava_ds.extensions.active import converters, record_fields
 
 
 def converted(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield the rows with every record converted by all plugins that do so."""
+    """Apply the convert functions of all plugins to the rows. A record may become several records."""
     found = converters()
     return ((file, line, one) for file, line, text in rows for one in _convert(text, found)) if found else iter(rows)
 
@@ -57,7 +57,7 @@ FORMATS = {
     "caption": "captions",
     "preference": "preferences",
 }
-MAX_FIRST_CHARS = 8 << 20  # characters of the first records, held in memory
+MAX_FIRST_CHARS = 8 << 20  # maximum number of characters of the first records
 SPOOLED_KINDS = ("parquet", "datasets")  # kinds whose records may hold images as bytes
 
 
@@ -65,10 +65,10 @@ SPOOLED_KINDS = ("parquet", "datasets")  # kinds whose records may hold images a
 class Source:
     """Records of one format. Small and picklable: workers receive it with every task.
 
-    files: all files whose contents count; spool: folder for embedded images; slices_of: spools and tars that references
-    in records may name; seen: (field, name) pairs in the first records; bbox_type: coordinates of boxes, for records
-    without one; note: a remark to print on the choice of files; other_columns: as in SourceOptions; unread_columns:
-    table columns omitted from its records.
+    files: all files that determine the records; spool: folder for embedded images; slices_of: spools and tars that
+    records may refer to; seen: (field, name) pairs in the first records; bbox_type: type of box coordinates, used if a
+    record has none; note: a remark to print on the choice of files; other_columns: as in SourceOptions; unread_columns:
+    table columns omitted from the records.
     """
 
     path: str
@@ -95,7 +95,7 @@ class Source:
 
     @functools.cached_property
     def read_keys(self) -> frozenset[str]:
-        """All keys that are read of a record."""
+        """All keys of a record that are read."""
         fields = (key for fields in record_fields().values() for key in fields.names)
         names = frozenset((*self.columns.all(), OBJECTS, "kind", *fields))
         if self.format == "caption":
@@ -137,7 +137,7 @@ class Source:
         return line + (f"; taken: {selected}" if selected else "")
 
     def first(self, num_records: int) -> list[RawRecord]:
-        """Read the first records without embedded images; fewer if they are long."""
+        """Read the first num_records records, or fewer if they are long, without embedded images."""
         rows, names = islice(converted(self._parse(ImageStore(_Nowhere(), ""))), num_records), self._names()
         found: list[RawRecord] = []
         left = MAX_FIRST_CHARS
@@ -186,7 +186,7 @@ class Source:
         if path.lower().endswith((".csv", ".tsv")):
             return read_csv(path, self.columns)
         if path.endswith(".parquet"):
-            store = store or ImageStore(_Nowhere(), "")  # a metadata.parquet names its images
+            store = store or ImageStore(_Nowhere(), "")  # metadata.parquet holds image names, no bytes
             rows = read_parquet((path,), self.columns, store, self.other_columns)
             return ((line, text) for _, line, text in rows)
         return read_jsonl(path)
@@ -210,7 +210,7 @@ def short_names(paths: list[str]) -> list[str]:
         names = ["/".join(part[-depth:]) for part in parts] if depth else stems
         if len(set(names)) == len(names):
             return names
-    # the same file may occur several times, for different parts
+    # A mixture may list a file several times, with different selections.
     return [f"{path} ({paths[: i + 1].count(path)})" if paths.count(path) > 1 else path for i, path in enumerate(paths)]
 
 

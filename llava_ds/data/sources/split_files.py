@@ -1,4 +1,4 @@
-"""Splits of a folder's data files, by the rules of `datasets`: README.md's configs, or names of files and folders.
+"""Find the splits of a folder's files by the rules of `datasets`: README.md's configs, or names of files and folders.
 
 `datasets` may leave a file out although it finds another split, or take all files for "train" although some are named
 like another split (testmini, Val). Here such files form separate splits, so that none is trained on unintentionally.
@@ -87,7 +87,7 @@ def _splits(folder: str, names: list[str], split: str | None) -> tuple[dict[str,
 
 
 def splits_of_names(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group relative file names by the split in their names: "train" first, then names with that word."""
+    """Group relative file names by the split in their names: "train" first, then splits with that word."""
     names = sorted(names)
     from datasets.data_files import SPLIT_PATTERN_SHARDED  # imports pandas: only for folders of several files
 
@@ -96,7 +96,7 @@ def splits_of_names(names: Iterable[str]) -> dict[str, list[str]]:
     shards = [sharded.match(os.path.basename(name)) for name in names]
     if all(shards):  # train-00000-of-00002.parquet, in whatever folder
         return _grouped(names, [shard["split"] for shard in shards])
-    lower = {name.lower(): name for name in names}  # Train and VAL are splits as well
+    lower = {name.lower(): name for name in names}  # so that Train and VAL match as well
     known = lower if len(lower) == len(names) else {name: name for name in names}
     found = _by_patterns(list(known))
     if found is None:
@@ -106,7 +106,7 @@ def splits_of_names(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _by_patterns(names: list[str]) -> dict[str, list[str]] | None:
-    """Group names by split, without names that match no pattern of datasets; None if only "all" matches."""
+    """Group the names that match a split pattern of datasets; None if only its pattern for all files matches."""
     from datasets.data_files import DEFAULT_PATTERNS_ALL, _get_data_files_patterns
 
     def resolve(pattern: str) -> list[str]:
@@ -134,8 +134,8 @@ def _splits_by_words(names: list[str]) -> list[str]:
     """Find the split of each name when no pattern of datasets separates them: "train" by default.
 
     If some name has a word such as mytrain, a name with a word such as mytest is a separate split. So are names that
-    differ only in a keyword (myval, mytest), and those found by _split_word. finetune next to pretrain has no such
-    word.
+    differ only in a keyword (myval, mytest), and those found by _split_word. But finetune and pretrain are one split:
+    finetune has no keyword.
     """
     from datasets.data_files import SPLIT_KEYWORDS
 
@@ -172,7 +172,7 @@ def _split_word(stem: str) -> str | None:
 
 
 def _name_others(names: list[str], splits: list[str | None]) -> list[str]:
-    """Name each file's missing split (None) after a file or folder that no file of a known split shares."""
+    """Name each missing split (None) after the file or the nearest folder whose name no file with a split has."""
     taken = {_own_name(part) for name, split in zip(names, splits) if split is not None for part in name.split("/")}
     parts = [[_own_name(part) for part in reversed(name.split("/"))] for name in names]
     return [split or next((part for part in each if part not in taken), each[0]) for split, each in zip(splits, parts)]
@@ -193,7 +193,7 @@ def _grouped(names: list[str], splits: list[str]) -> dict[str, list[str]]:
 
 
 def _configs(folder: str) -> dict[str, dict] | None:
-    """Read the configs of a hub clone from README.md, by name, the default one first; None without any."""
+    """Read the configs of a hub clone from README.md, by name, the default first; None if it has none."""
     path = join(folder, "README.md")
     if not is_file(path):
         return None
@@ -236,7 +236,7 @@ def _splits_of_configs(
 
 
 def _files_of_config(config: dict, names: list[str]) -> dict[str, list[str]]:
-    """Group sorted names by split."""
+    """Group the names of a config's files by split."""
     from datasets.data_files import sanitize_patterns
 
     inside = str(config.get("data_dir") or "").strip("/")

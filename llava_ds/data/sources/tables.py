@@ -31,7 +31,7 @@ from llava_ds.files.urls import is_remote
 if TYPE_CHECKING:
     import datasets
 
-BATCH_ROWS = 32  # rows with images of some 100 kB each: a few MB at a time
+BATCH_ROWS = 32  # a few MB, if each row holds an image of about 100 kB
 READ_BYTES = 1 << 20
 MAX_HEADER_CHARS = 1 << 20  # longest line of a CSV's column names
 
@@ -49,7 +49,7 @@ def byte_columns(schema: pyarrow.Schema) -> list[str]:
 
 
 def first_names(folder_or_file: str, columns: Columns) -> list[dict]:
-    """Read the first rows of a table's unread columns that hold texts or numbers, or lists of those.
+    """Read the first rows of a table's unread columns that hold texts or integers, or lists of these.
 
     Raises DataError if they can't be read.
     """
@@ -107,8 +107,8 @@ def read_parquet(files: tuple[str, ...], columns: Columns, store: ImageStore, ot
 
 
 def open_saved(folder: str) -> "datasets.Dataset":
-    """Open a folder written by `save_to_disk`; with several splits, "train". Raises DataError or ConfigError."""
-    import datasets  # imports pandas, half a second of every start: only for such folders
+    """Open a folder written by `save_to_disk`, or its split "train" if it has splits. Raises DataError, ConfigError."""
+    import datasets  # imported here, because importing pandas takes half a second
 
     try:
         opened = datasets.load_from_disk(folder)
@@ -150,14 +150,14 @@ def read_saved(folder: str, columns: Columns, store: ImageStore, others: bool = 
                 yield 0, line, _as_text(record, columns, store)
     except ConfigError:
         raise
-    except Exception as error:  # as above
+    except Exception as error:  # damaged data can raise anything in Arrow and Python
         raise DataError(f"{folder}: can't be read after row {line}: {error}") from error
 
 
 def read_csv(path: str, columns: Columns) -> Iterator[tuple[int, str]]:
     """Yield line and text of every row of a CSV or TSV file with a header line. Empty cells are omitted.
 
-    Images may be a JSON list. A row with more cells than the header is rejected: its text has an unquoted comma.
+    An image cell may hold a JSON list. A row with more cells than the header is rejected: a text lacks its quotes.
     """
     limit = csv.field_size_limit(MAX_RECORD_CHARS)
     line = 1
@@ -189,7 +189,7 @@ def csv_columns(path: str) -> list[str]:
 def _open_csv(path: str) -> Iterator[tuple[list[str], Iterator[list[str]]]]:
     """Yield the names in the header line, and a reader of the other lines.
 
-    The separator is the comma, or for a header without commas a tab or a semicolon, as spreadsheets write them.
+    The separator is a comma. If the header has none, it is a tab or semicolon. In a .tsv file, it is always a tab.
     """
     with io.TextIOWrapper(open_data(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         header = file.readline(MAX_HEADER_CHARS)
@@ -219,14 +219,14 @@ def _listed(cell: str) -> object:
 def _open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
     try:
         file = open_data(path) if is_remote(path) else path
-        # With a buffer the file is streamed; without one, whole column chunks are in memory.
+        # A buffer streams the file. Without it, whole column chunks would be in memory.
         return pyarrow.parquet.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} can't be read as parquet: {error}") from error
 
 
 def read_columns(names: Sequence[str], columns: Columns) -> list[str]:
-    """Columns to read from a table."""
+    """Return those column names that are read from a table. names: all columns of the table."""
     refused = (*GOOD_ANSWER_KEYS, REJECTED_IMAGES, *Columns().chosen)
     known = {*columns.all(), *RECORD_WEIGHT_KEYS, "kind", OBJECTS, TEMPLATE_KWARGS, TOOLS, *refused}
     known |= {key for fields in record_fields().values() for key in (*fields.names, *fields.columns)}
@@ -234,7 +234,7 @@ def read_columns(names: Sequence[str], columns: Columns) -> list[str]:
 
 
 def columns_to_read(schema: pyarrow.Schema, columns: Columns, others: bool) -> list[str]:
-    """Columns to read from a table. others: as in read_parquet."""
+    """Return the columns to read from a table. others: as in read_parquet."""
     read = read_columns(schema.names, columns)
     if not others:
         return read
@@ -255,7 +255,7 @@ def _as_text(record: dict, columns: Columns, store: ImageStore) -> str:
 
 
 def _without_nulls(value: object) -> object:
-    """Remove null values from objects: a table gives every key of a struct."""
+    """Remove null values from objects: rows of a table have every key of a struct, even if it is missing."""
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
@@ -264,4 +264,4 @@ def _without_nulls(value: object) -> object:
 def _plain(value: object) -> str:
     if isinstance(value, (datetime.date, datetime.datetime)):
         return value.isoformat()
-    return f"<{type(value).__name__}>"  # binary outside an image field, and decimals: not used in training
+    return f"<{type(value).__name__}>"  # binary values outside image fields, and decimals, are not learned

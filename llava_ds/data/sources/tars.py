@@ -1,4 +1,4 @@
-"""WebDataset shards: tars whose members with the same key form one record. Images are read in place, as slices.
+"""Read WebDataset shards: tars in which members with the same key form a record. Images are read in place, as slices.
 
 A key ends at the first dot of a name, as in WebDataset. If members with one key include several texts (img_0.5.txt and
 img_0.75.txt) and each image is named after one of the texts, every text is a record, and keys end at the last dot.
@@ -16,12 +16,12 @@ from llava_ds.data.sources.embedded import embed, reference, rejected
 from llava_ds.data.sources.options import QUESTIONS, Columns
 from llava_ds.files.places import open_data
 
-MAX_NAME_BYTES = 1 << 20  # longest extended header; real ones have a few hundred
+MAX_NAME_BYTES = 1 << 20  # maximum size of an extended header; usual ones have a few hundred bytes
 MAX_TEXT_BYTES = 32 << 20
 
 TEXT_SUFFIXES = ("json", "txt")
 CLASS_SUFFIX = "cls"
-NO_CAPTIONS = (*QUESTIONS, "system", "history")  # fields whose text alone is not a record to learn
+NO_CAPTIONS = (*QUESTIONS, "system", "history")  # fields whose text alone does not make a record
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2", "avif", "jfif")
 VIDEO_SUFFIXES = ("mp4", "avi", "mkv", "mov", "webm", "m4v", "mpg", "mpeg", "flv", "wmv", "ts")
 MEDIA_SUFFIXES = frozenset((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
@@ -63,7 +63,7 @@ def read_members(file: BinaryIO, path: str) -> Iterator[Member]:
     try:
         with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header, encoding="utf-8") as archive:
             while (header := archive.next()) is not None:
-                archive.members.clear()  # each takes a kilobyte
+                archive.members.clear()  # tarfile would keep a kilobyte per member
                 _check_place(header, size, path)
                 offset = archive.offset
                 if header.isreg():
@@ -83,7 +83,7 @@ def read_members(file: BinaryIO, path: str) -> Iterator[Member]:
 
 
 def _check_place(header: tarfile.TarInfo, size: int, path: str) -> None:
-    """Raise DataError unless a member's bytes are one slice of the file. size: of the file in bytes."""
+    """Raise DataError unless a member's bytes are one slice of the tar. size: size of the tar in bytes."""
     place = header.offset_data - tarfile.BLOCKSIZE
     if header.issparse():
         raise DataError(f"{path}: the member at byte {place} is sparse: pack it without --sparse")
@@ -103,7 +103,7 @@ class _Header(tarfile.TarInfo):
 
 
 def read_shard(path: str, columns: Columns) -> Iterator[tuple[int, str]]:
-    """Yield member number and text of every record of a shard, in the order of their first members."""
+    """Yield each record's member number and text from a shard, in the order of their first members."""
     with open_data(path) as file:
         groups: dict[str, list[Member]] = {}
         for member in read_members(file, path):
@@ -115,7 +115,7 @@ def read_shard(path: str, columns: Columns) -> Iterator[tuple[int, str]]:
 
 
 def records_of(key: str, members: list[Member], columns: Columns) -> list[tuple[str, list[Member]]]:
-    """Key and members of the records that share a key up to the first dot: usually one record."""
+    """Split the members with a common key into records, usually one. Returns each record's key and members."""
     stem = members[0].stem
     if all(member.stem == stem for member in members):
         return [(key if stem == key or _field_in(stem, key, columns) else stem, members)]
@@ -134,7 +134,7 @@ def _is_under(stem: str, text: str) -> bool:
 
 
 def _field_in(stem: str, key: str, columns: Columns) -> str:
-    """Field between a member's key and suffix, as in key.conversations.json; "" for none."""
+    """Return the field named between a member's key and suffix, as in key.conversations.json; "" without one."""
     if stem == key:
         return ""
     inner = stem[len(key) + 1 :]
@@ -168,7 +168,7 @@ def _as_text(key: str, group: list[Member], columns: Columns, file: BinaryIO, pa
         record.setdefault(columns.id[0], key)
         for member in group:
             if member.suffix not in TEXT_SUFFIXES and member.suffix not in MEDIA_SUFFIXES:
-                record[f".{member.suffix}"] = True  # no member of a JSON has this name: its keys are listed as not read
+                record[f".{member.suffix}"] = True  # reported as an unread key; no JSON key is named so
         videos = [member for member in media if member.suffix in VIDEO_SUFFIXES]
         resolve = _resolver(key, group, path)
         images = [member for member in media if member not in videos] if videos else media
@@ -202,7 +202,7 @@ def _record_of(key: str, texts: list[Member], columns: Columns, file: BinaryIO) 
         elif isinstance(value, dict) and (not field or field in value):
             record.update(value)
         elif field or (isinstance(value, list) and value and all(isinstance(each, dict) for each in value)):
-            record[field or columns.turns[0]] = value  # the list of turns itself
+            record[field or columns.turns[0]] = value  # a list is the turns
         else:
             raise DataError(f"its .json is a {type(value).__name__}, expected an object or a list of turns")
     if caption is not None:
@@ -233,8 +233,8 @@ def _natural(member: Member) -> tuple[list[object], str]:
 def _name_members(
     record: dict, names: tuple[str, ...], members: list[Member], resolve: Callable[[object], object]
 ) -> None:
-    """Write the names of a record's image members into it, if it names no images, or as many by names from before
-    packing."""
+    """Set a record's images to its image members, if it names no images, or the same number of them by names that the
+    files had before packing."""
     for name in names:
         value = record.get(name)
         if value is None:
@@ -249,7 +249,7 @@ def _name_members(
 
 
 def _resolver(key: str, group: list[Member], path: str) -> Callable[[object], object]:
-    """Build a function from a member's name (in full, without folder or without key) to its slice."""
+    """Return a function that maps a member's name (full, without folder or without key) to a reference to its slice."""
     known: dict[str, Member] = {}
     for member in group:
         base = member.name.rpartition("/")[2]

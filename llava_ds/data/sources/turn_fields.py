@@ -13,11 +13,11 @@ from llava_ds.data.special_tokens import LITERAL_IMAGE
 
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 THOUGHT_PARTS = ("thinking", "reasoning")  # types of parts
-SWITCHES = ("train", "training", "trainable", "loss_mask")  # weight keys that never mean anything else
+SWITCHES = ("train", "training", "trainable", "loss_mask")  # keys that always give a weight
 CALL_KEYS = ("tool_calls", "function_call")
-MAX_WEIGHT = 1_000  # maximum loss weight: more is a mistake, and float32 ends at 3e38
+MAX_WEIGHT = 1_000  # maximum loss weight: a larger one is a mistake, and 3e38 overflows float32
 # Keys of turns in public data sets (WildChat, OpenAssistant, the Cauldron, ShareGPT) that give their origin and don't
-# affect learning. kind: read for scored answers.
+# affect learning. `kind` is read elsewhere, for scored answers.
 IGNORED_KEYS = (
     "id", "index", "turn", "turn_id", "turn_identifier", "message_id", "uuid", "parent_id", "source", "timestamp",
     "created_at", "language", "country", "hashed_ip", "header", "redacted", "toxic", "state", "model", "num_tokens",
@@ -32,7 +32,7 @@ _LEADING_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 
 
 def refuse_unknown_keys(turn: dict, i: int) -> None:
-    """Raise DataError for a key that is not read, with the nearest known one."""
+    """Raise DataError for a key that is not read. The message names the most similar key that is read."""
     unknown = next((key for key, value in turn.items() if key not in _KNOWN and value not in EMPTY), None)
     if unknown is not None:
         raise DataError(f"turn {i} has the key {short(unknown)}: it is not read, {nearest(unknown, _READ_KEYS)}")
@@ -52,7 +52,7 @@ def read_fields(role: str, content: str | list, turn: dict, i: int) -> tuple[Mes
 
 
 def read_call(text: str, turn: dict, i: int) -> Message:
-    """Read an answer without text from a turn whose content is the JSON of one or more calls, possibly after a
+    """Read an answer without text. text: the turn's content, the JSON of one or more calls, possibly after a
     thought."""
     found = _LEADING_THOUGHT.match(text)
     thought, text = (found[1].strip("\n"), found[2]) if found else (None, text)
@@ -141,7 +141,7 @@ def _wrapped(tool: dict) -> dict:
 
 def weigh(messages: Sequence[Message], turns: Sequence[dict], record: dict) -> None:
     """Set the weight of each message from the fields of its turn and record. Raises DataError for contradictory
-    weights, and for the weight of a question."""
+    weights, and if a question has a weight."""
     if record.keys().isdisjoint(ANY_RECORD_WEIGHT) and not any([len(turn) > 2 for turn in turns]):
         return
     listed = _listed_weights(record, messages)
@@ -158,7 +158,7 @@ def weigh(messages: Sequence[Message], turns: Sequence[dict], record: dict) -> N
 
 
 def _listed_weights(record: dict, messages: Sequence[Message]) -> list[float | None]:
-    """Read the weight of each message from the fields of its record, None where they give none.
+    """Read the weight of each message from the record's fields, None if they don't give it.
 
     A list has an entry per turn, or per answer; true or false applies to all answers. Raises DataError for a list of
     another length.
@@ -186,7 +186,7 @@ def _listed_weights(record: dict, messages: Sequence[Message]) -> list[float | N
 
 def gives_weights(key: str, value: object) -> bool:
     """True if the value of a key of RECORD_WEIGHT_KEYS is read as weights: a list, perhaps as JSON text, or a switch
-    for all answers. Other numbers under names such as "loss" may mean anything, and are listed as not read."""
+    for all answers. Other numbers, under names such as "loss", may mean anything: they are reported as unread."""
     if isinstance(value, str):
         return value.startswith("[")
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Lists of turns in the shapes of tables: JSON text, an object of lists, pairs of question and answer."""
+"""Convert the forms of turns in tables to lists of turns: JSON text, objects of lists, pairs of question and answer."""
 
 import json
 

@@ -12,7 +12,7 @@ from llava_ds.data.sources.turn_fields import read_call, read_fields, speaker
 from llava_ds.data.special_tokens import LITERAL_IMAGE, join_parts
 
 VIDEO_TOKEN = "<video>"
-TEXTS = ("text", "input_text", "output_text")  # types of parts
+TEXTS = ("text", "input_text", "output_text")  # types of text parts
 ROLES = {
     "human": "human",
     "user": "human",
@@ -33,15 +33,15 @@ ROLES = {
     "function_call": "call",
     "tool_call": "call",
 }
-_TEXT_KEYS = (("from", "value"), ("role", "content"))  # LLaVA's and ShareGPT's names; OpenAI's
+_TEXT_KEYS = (("from", "value"), ("role", "content"))  # in LLaVA's and ShareGPT's form; in OpenAI's form
 
 IMAGE_MARK = Mark("image")
-# A mark and the backslashes before it. An odd number makes the mark plain text; a pair is one backslash.
+# A mark and the backslashes before it. An odd number of them makes it plain text; each pair is one backslash.
 _MARK = re.compile(rf"(\\*)({IMAGE_TOKEN}|{VIDEO_TOKEN})")
 
 
 def read_turn(turn: object, i: int, marks: list[Mark], has_videos: bool) -> Message:
-    """Read a message from a turn in the form of LLaVA and ShareGPT, or of OpenAI; appends its marks to the list.
+    """Read a message from a turn in the form of LLaVA and ShareGPT, or of OpenAI. Appends its marks to `marks`.
 
     turn_fields.weigh sets its weight later. Raises DataError for keys that are not read.
     """
@@ -95,8 +95,8 @@ def _refuse_two_spellings(turn: dict, i: int) -> None:
 
 
 def marks_videos(named: dict[str, list], source: Source) -> bool:
-    """True if <video> in a record's text is a mark. In records without videos it is text, such as HTML, because LLaVA
-    has no such mark; LLaMA-Factory would count it."""
+    """True if <video> in a record's text is a mark. In a LLaVA record without videos it is text, such as HTML, because
+    LLaVA has no such mark."""
     return bool(named["video"]) or source.format != "llava"
 
 

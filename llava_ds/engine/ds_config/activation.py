@@ -7,9 +7,9 @@ SWITCHES = ("partition_activations", "contiguous_memory_optimization", "cpu_chec
 
 
 def resolve_activation_checkpointing(draft: Draft) -> None:
-    """Set --gradient_checkpointing if the section switches something on; refuse flags that contradict it.
+    """Set --gradient_checkpointing to "all" if the section enables something, and refuse flags that contradict it.
 
-    A section with all switches off and without a number, as in templates, changes nothing.
+    A section that enables nothing, as in templates, has no effect.
     """
     args = draft.args
     number = draft.get(f"{SECTION}.number_checkpoints")
@@ -58,7 +58,7 @@ def resolve_compile(draft: Draft) -> None:
         )
     if draft.get("zero_optimization.stage") in (0, None):
         draft.refuse("compile.deepcompile is true, but does nothing at ZeRO stage 0: write stage 1, 2 or 3")
-    # A section of the JSON for checkpointing has already set the flag.
+    # resolve_activation_checkpointing has already set the flag if the JSON enables checkpointing.
     if draft.args.training.gradient_checkpointing != "off":
         draft.refuse(
             "compile.deepcompile is true in the DeepSpeed JSON with activation checkpointing: DeepCompile itself "

@@ -15,7 +15,7 @@ KEYS = {
 
 
 def resolve_batch(draft: Draft) -> None:
-    """Fill the three batch keys and the equivalent flags from the given ones."""
+    """Fill in the three batch-size keys and the equivalent flags from the ones that are given."""
     draft.ruled.update(KEYS)
     fixed = _fixed(draft)
     if fixed is None:
@@ -47,7 +47,7 @@ def resolve_batch(draft: Draft) -> None:
             accumulation = max(1, share // micro)
             why = (why[0], "remaining factor of the total")
         elif accumulation is None:
-            # per_device_train_batch_size bounds the micro-batch: take the largest divisor of the rank's share up to it.
+            # Take the largest micro-batch up to per_device_train_batch_size that divides the rank's share.
             micro = _largest_divisor(share, micro)
             accumulation = share // micro
             why = (f"largest up to --per_device_train_batch_size that divides {share}", "remaining factor of it")
@@ -72,7 +72,7 @@ def resolve_batch(draft: Draft) -> None:
 
 
 def _fixed(draft: Draft) -> dict[str, int] | None:
-    """Return the sizes given in the JSON or by the user, by flag; None after refusing a contradiction."""
+    """Map flags to the sizes given in the JSON or on the command line. Returns None if a size was refused."""
     fixed: dict[str, int] = {}
     flags, problems = draft.args.as_dict(), len(draft.problems)
     for key, flag in KEYS.items():

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON being resolved: its values, the flags, a reason for each filled value, and the problems."""
+"""The state of a DeepSpeed JSON while it is resolved: values, flags, a reason for each filled value, and problems."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from llava_ds.config.arguments import Arguments
 
 AUTO = "auto"
-LONGEST_VALUE = 80  # characters of a value in a message
+LONGEST_VALUE = 80  # maximum number of characters of a value in a message
 
 
 @dataclass
@@ -56,11 +56,11 @@ class Draft:
         return self.get(key) in (None, AUTO)
 
     def agree(self, key: str, *flags: str) -> object:
-        """Return one value for a JSON key and the equivalent flags; several flags make a list.
+        """Make a JSON key and the equivalent flags agree. Returns their value, a list if there are several flags.
 
-        If the JSON leaves it open, returns the flags' value, otherwise the JSON's and sets the flags to it. Refuses a
-        value that is not a number from 0 (a boolean for a boolean flag), and one that contradicts a flag that the user
-        gave.
+        If the JSON leaves the key open, it is set to the flags' value; otherwise the flags are set to its value.
+        Refuses a value in the JSON that is not a number from 0 (for a boolean flag: not a boolean), or that contradicts
+        a flag given by the user.
         """
         self.ruled.add(key)
         values = [self.args.as_dict()[flag] for flag in flags]
@@ -117,7 +117,7 @@ def size_shown(value: object) -> object:
 
 
 def trial_error(run: Callable[[], object]) -> str | None:
-    """Return the error of building something with the JSON's values, or None. Hides warnings."""
+    """Call `run` with warnings hidden. Returns the message of its error, or None."""
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -76,7 +76,7 @@ def _is_of_use(key: str, refused: Mapping[str, str]) -> bool:
 
 
 def _at_home(home: str, name: str, refused: Mapping[str, str]) -> str:
-    """Return the hint for a misplaced key; if its right place would refuse it as well, the reason for that."""
+    """Return a hint that names the right section for a misplaced key, or the reason if that section refuses it too."""
     key = f"{home}.{name}".removeprefix(".")
     if key in refused:
         return refused[key]
@@ -119,7 +119,7 @@ def _kinds_of(annotation: object) -> set[str]:
 
 
 def _nested(parent: str, path: list[str]) -> str | None:
-    """Write a dotted key as nested objects; None for an unknown key."""
+    """Return a dotted key written as nested JSON objects, or None if the key is unknown."""
     model = sections()[parent]
     for index, name in enumerate(path):
         annotation = fields_of(model).get(name)

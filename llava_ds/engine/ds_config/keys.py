@@ -1,4 +1,4 @@
-"""Check the keys of a DeepSpeed JSON: known, supported by this trainer, and of the right kind.
+"""Check that the keys of a DeepSpeed JSON exist, are supported by this trainer, and have values of the right kind.
 
 DeepSpeed 0.19 silently ignores unknown top-level keys, and reads "false" as true in fields that it does not validate.
 """
@@ -10,7 +10,7 @@ from llava_ds.engine.ds_config.schema import DeepSpeedJson, fields_of, options, 
 from llava_ds.extensions.active import flags_class
 from llava_ds.extensions.table import EXTENSIONS
 
-# Keys removed in DeepSpeed 0.19, with their replacement. Older guides and configurations still have them.
+# Keys removed in DeepSpeed 0.19, with the remedy. Older guides and configurations still contain them.
 REMOVED = {
     "amp": "write bf16 or fp16, or torch_autocast",
     "compression_training": "remove it: the model would train uncompressed",
@@ -53,7 +53,7 @@ RENAMED = {
 # Other trainers' names for the size of an axis.
 _RANKS = ("dp", "dp_size", "data_parallel_size", "world_size", "num_gpus", "num_ranks")
 
-# Features that this trainer doesn't have, by key, with the values that leave them off.
+# Keys of features that this trainer doesn't have, with the values that disable them and the reason.
 UNSUPPORTED = {
     "checkpoint.load_universal": ((False,), "--resume loads checkpoints"),
     "checkpoint.use_node_local_storage": ((False,), "all nodes write checkpoints to the same --output_dir"),
@@ -62,7 +62,7 @@ UNSUPPORTED = {
     "gradient_allreduce_op": (("mean",), "the loss is divided by the tokens of all ranks and needs their mean"),
     "managed_gradient_accumulation": ((True,), "the loop steps the engine after every micro-batch"),
     "use_data_before_expert_parallelism": ((False,), "the ranks that share experts are always consecutive"),
-    # Other trainers' names. DeepSpeed would ignore them.
+    # Names that other trainers use. DeepSpeed would ignore them.
     **{name: ((), "it follows from the ranks that are started and from the other axes") for name in _RANKS},
     **{
         name: ((), 'write "bf16": {{"enabled": true}}, or "fp16" instead, or omit both for fp32')
@@ -105,8 +105,8 @@ OFF = {"enabled": (False,)}
 def check_keys(draft: Draft) -> None:
     """Refuse keys that are unknown, removed or unsupported, and values of the wrong kind; remove them from the draft.
 
-    All remaining values have the schema's kinds or are "auto"; nulls are removed. A wrong stage is replaced by 3, which
-    allows most other keys, to avoid follow-up problems.
+    Each remaining value is of the kind in the schema, or "auto"; nulls are removed. An invalid stage is replaced by 3,
+    because stage 3 allows most other keys: this avoids follow-up problems.
     """
     draft.config = config = _without_nulls(draft.config)
     _refuse_removed(draft)
@@ -156,7 +156,7 @@ def _refuse_unsupported(draft: Draft) -> None:
 
 
 def _names_of_others(config: dict) -> dict[str, tuple[tuple, str]]:
-    """Return the extensions' additions to UNSUPPORTED; looked up only for keys unknown here."""
+    """Return the extensions' additions to UNSUPPORTED. They are only looked up if the JSON has unknown keys."""
     if not config.keys() - fields_of(DeepSpeedJson).keys() - UNSUPPORTED.keys():
         return {}
     return {key: rule for name in EXTENSIONS for key, rule in flags_class(name).other_keys.items()}
@@ -168,7 +168,7 @@ def _is_off(value: object) -> bool:
 
 
 def _use_full_names(draft: Draft) -> None:
-    """Rename keys of stage 3 to have the prefix stage3_; DeepSpeed accepts them without it."""
+    """Add the prefix stage3_ to keys of stage 3 that lack it; DeepSpeed accepts both spellings."""
     zero = draft.config.get("zero_optimization")
     if not isinstance(zero, dict):
         return

@@ -1,4 +1,4 @@
-"""The tools that DeepSpeed needs to compile its operators on first use, and the folder of compiled operators."""
+"""Find the tools with which DeepSpeed compiles its operators on first use, and the folder of compiled operators."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The JSON's optimizer block: its type, values and requirements."""
+"""The optimizers that the JSON's optimizer block may name, their states, and the operators that they need."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
 class OptimizerFacts:
     """Facts about an optimizer that can't be read from the built object.
 
-    moments: most fp32 values per parameter, or as many bytes (Muon keeps one for a matrix, two for Adam's parameters);
-    op, offloaded_op: the operator that DeepSpeed compiles for it, on the device and for states in CPU memory;
-    zero_tested: DeepSpeed has tested it under ZeRO (others need zero_allow_untested_optimizer).
+    moments: fp32 values that it keeps per parameter, or states of the same size (for Muon, which keeps one for a matrix
+    and two for Adam's parameters, the larger number); op, offloaded_op: the operator that DeepSpeed compiles for states
+    on the device and in CPU memory; zero_tested: False if it needs zero_allow_untested_optimizer under ZeRO.
     """
 
     moments: float
@@ -28,16 +28,16 @@ DEEPSPEED = {
     "Adagrad": OptimizerFacts(1, None, "cpu_adagrad", zero_tested=True),
     "Lamb": OptimizerFacts(2, "fused_lamb"),
     "Lion": OptimizerFacts(1, "fused_lion", "cpu_lion", zero_tested=True),
-    "Muon": OptimizerFacts(2, None, "cpu_adam", zero_tested=True),  # the op of its Adam part
+    "Muon": OptimizerFacts(2, None, "cpu_adam", zero_tested=True),  # the operator is for its Adam part
 }
 TORCH = {
     **{name: OptimizerFacts(2) for name in ("Adadelta", "Adamax", "NAdam", "RAdam", "Rprop")},
     **{name: OptimizerFacts(1) for name in ("ASGD", "Adafactor", "RMSprop")},
     "SGD": OptimizerFacts(0),
 }
-# bitsandbytes' optimizers, passed to DeepSpeed as objects. Two 8-bit states, each with one scale per 256 numbers.
+# bitsandbytes' optimizers, passed to DeepSpeed as objects. They keep two 8-bit states with a scale per 256 numbers.
 BITSANDBYTES = {name: OptimizerFacts(2 * (1 + 4 / 256) / 4) for name in ("AdamW8bit", "PagedAdamW8bit")}
-# Other names for them: Hugging Face's, and bitsandbytes' Adam, because it uses the kernel and decay of AdamW (0.50).
+# Other names of these optimizers: Hugging Face's, and bitsandbytes' Adam (it equals AdamW in version 0.50).
 EIGHT_BIT_NAMES = {
     **dict.fromkeys(("adamw8bit", "adam8bit", "adamw_8bit", "adamw_bnb_8bit", "adam_8bit"), "AdamW8bit"),
     **dict.fromkeys(("pagedadamw8bit", "pagedadam8bit", "paged_adamw_8bit", "paged_adam_8bit"), "PagedAdamW8bit"),
@@ -55,13 +55,13 @@ def offloads(draft: Draft) -> bool:
 
 
 def optimizer_name(block: dict) -> str:
-    """Return the type, spelled as in DEEPSPEED or torch.optim."""
+    """Return the optimizer's type in the spelling of DEEPSPEED, BITSANDBYTES or torch.optim."""
     written = block["type"].lower()
     return EIGHT_BIT_NAMES.get(written) or next((name for name in DEEPSPEED if name.lower() == written), block["type"])
 
 
 def num_moments(config: dict) -> float:
-    """Return the fp32 numbers per parameter that the resolved JSON's optimizer keeps (default: torch's AdamW)."""
+    """Return how many fp32 numbers per parameter the resolved JSON's optimizer keeps (default: torch's AdamW)."""
     block = config.get("optimizer", {"type": "AdamW"})
     name, params = optimizer_name(block), block.get("params", {})
     more = [key for key in MORE_MOMENTS if params.get(key)]

@@ -25,7 +25,7 @@ from llava_ds.engine.ds_config.precision import DTYPES
 from llava_ds.engine.ds_config.scheduler import RATE_KEYS
 
 EIGHT_BIT_PARAMS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-# Optimizers of DeepSpeed, an earlier DeepSpeed or torch that can't train a model here, and why.
+# Optimizers of torch and of this or earlier versions of DeepSpeed that can't be used here, with the reason.
 IMPOSSIBLE = {
     "LBFGS": "it computes the loss again within a step, but DeepSpeed's engine can't",
     "SparseAdam": "it takes sparse gradients only",
@@ -36,7 +36,7 @@ IMPOSSIBLE = {
         for name in ("MuAdam", "MuAdamW", "MuSGD")
     },
 }
-# DeepSpeed removes these and passes the rest to the class.
+# Parameters that DeepSpeed handles itself. It passes the others to the optimizer's class.
 ADAM_EXTRAS = {"torch_adam": False, "adam_w_mode": True, "fp32_optimizer_states": True}
 MUON_PARAMS = {
     **{"lr": 2e-2, "muon_lr": 2e-2, "adam_lr": 3e-4, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"},
@@ -48,7 +48,7 @@ BELOW_ONE = ("momentum", "rho", "alpha", "initial_accumulator_value")
 
 
 def resolve_block(draft: Draft) -> None:
-    """Fill the block from the flags, and refuse what can't train."""
+    """Fill in the block from the flags, and refuse optimizers and parameters that can't be used."""
     optim = draft.args.training.optim
     block = draft.config["optimizer"]
     if not isinstance(block.get("type"), str):
@@ -75,7 +75,7 @@ def resolve_block(draft: Draft) -> None:
 
 
 def known_params(name: str, *, torch_adam: bool, offload: bool) -> dict[str, object]:
-    """Return the parameters of DeepSpeed's class for a type, with their defaults."""
+    """Return the parameters that a type of optimizer accepts in the JSON, with their defaults."""
     if name == "Muon":
         return MUON_PARAMS | ADAM_EXTRAS
     if name in BITSANDBYTES:
@@ -83,7 +83,7 @@ def known_params(name: str, *, torch_adam: bool, offload: bool) -> dict[str, obj
     of_class = inspect.signature(_class_of(name, torch_adam, offload).__init__).parameters
     params = {key: p.default for key, p in of_class.items() if key not in ("self", "params", "model_params")}
     if name in ("Adam", "AdamW"):
-        # DeepSpeed's classes have a mode for AdamW; DeepSpeed itself sets it.
+        # DeepSpeed itself sets its classes' argument for AdamW's weight decay.
         params = {key: default for key, default in params.items() if key not in ("adam_w_mode", "adamw_mode")}
         params |= ADAM_EXTRAS
     params.pop("max_grad_norm", None)
@@ -123,7 +123,7 @@ def _is_known(draft: Draft, name: str) -> bool:
 
 
 def _set_torch_adam(draft: Draft, name: str, params: dict) -> None:
-    """Let torch compute Adam if DeepSpeed can't compile its own, or would gain nothing by it (on a CPU)."""
+    """Use torch's Adam if DeepSpeed can't compile its own, and on a CPU, because DeepSpeed's is no faster there."""
     if name not in WITH_ADAM or "torch_adam" in params or offloads(draft):
         return
     own = set(params) - set(known_params(name, torch_adam=True, offload=False))
@@ -135,7 +135,7 @@ def _set_torch_adam(draft: Draft, name: str, params: dict) -> None:
 
 
 def _set_eight_bits(draft: Draft, block: dict, name: str) -> None:
-    """Write bitsandbytes' name of an optimizer, and let DeepSpeed accept it under ZeRO."""
+    """Write bitsandbytes' name of the optimizer into the block, and allow the optimizer under ZeRO."""
     asked = (
         f"--optim {draft.args.training.optim}" if "optimizer.type" in draft.reasons else f"optimizer {block['type']}"
     )
@@ -179,7 +179,7 @@ def _check_params(draft: Draft, name: str, params: dict, known: dict[str, object
 
 
 def _wanted(key: str, default: object, value: object) -> str | None:
-    """Return the kind of value to write instead; None if the value is valid."""
+    """Return a description of the valid values, or None if the value is valid."""
     if key in GRAPHS:
         return None if value is False else "false, or remove it: steps are never captured or differentiated"
     if isinstance(default, bool) or key in ("foreach", "fused"):
@@ -194,14 +194,14 @@ def _wanted(key: str, default: object, value: object) -> str | None:
 
 
 def _fill_params(draft: Draft, params: dict, known: dict[str, object]) -> None:
-    """Fill rate and decay from the flags instead of the class's defaults; for optimizers like Adam, or if the JSON says
-    auto, also betas and epsilon."""
+    """Fill in rate and weight decay from the flags instead of the class's defaults. Betas and epsilon are filled in as
+    well if the optimizer has betas, or if the JSON has these keys."""
     two_rates = not _one_rate(draft)
     for key, flags in FROM_FLAGS.items():
         if key not in known or not (key in ("lr", "weight_decay") or "betas" in known or key in params):
             continue
         if key == "eps" and not isinstance(known[key], float):
-            continue  # Adafactor's is a pair with another meaning
+            continue  # Adafactor's eps is a pair with another meaning
         if key == "lr" and two_rates:
             continue
         value = draft.agree(f"optimizer.params.{key}", *flags)
@@ -215,9 +215,9 @@ def _fill_params(draft: Draft, params: dict, known: dict[str, object]) -> None:
 
 
 def _one_rate(draft: Draft) -> bool:
-    """Use the schedule's rate for the optimizer if only that is written; refuse two different rates.
+    """If the JSON gives only the schedule's peak rate, use it for the optimizer. Refuses two different rates.
 
-    Returns True if one is written.
+    Returns False if the rates differ.
     """
     key = RATE_KEYS.get(str(draft.get("scheduler.type")))
     rate, peak = draft.get("optimizer.params.lr"), key and draft.get(f"scheduler.params.{key}")
@@ -254,7 +254,7 @@ def _check_stage(draft: Draft, name: str) -> None:
 
 
 def _check_sharded_muon(draft: Draft, stage: int) -> None:
-    """Check Muon under ZeRO: DeepSpeed 0.19.8 applies it while reducing gradients, before it unscales or clips them."""
+    """Refuse settings that break Muon under ZeRO: DeepSpeed 0.19.8 applies it before it unscales or clips gradients."""
     if stage == 3 and draft.get("zero_optimization.reduce_scatter") is not False:
         draft.refuse(
             'Muon needs whole gradients at ZeRO-3: write "reduce_scatter": false into zero_optimization, or use stage 2'

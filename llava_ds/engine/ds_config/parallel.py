@@ -1,4 +1,4 @@
-"""The axes of the mesh in flags and DeepSpeed JSON, and the models that they can't train."""
+"""Read the mesh's axis sizes from flags and DeepSpeed JSON, and refuse models that can't be trained on its axes."""
 
 from transformers import PreTrainedConfig
 
@@ -12,10 +12,9 @@ from llava_ds.extensions.active import active, flags_class, reading
 
 
 def with_axes(args: Arguments, raw: dict | None) -> Arguments:
-    """Return the flags with the JSON's axis sizes. Raises ConfigError, with every reason, for sizes that differ or are
-    invalid.
+    """Return the flags with the JSON's axis sizes. Call it before the ranks are laid out and the JSON is resolved.
 
-    Call it before the JSON is resolved, because ranks are laid out before that.
+    Raises ConfigError with every reason if sizes are invalid, exclude each other or differ from given flags.
     """
     raw, problems = raw or {}, []
     own = [flags_class(name).in_json(raw, problems) for name in reading(raw)]
@@ -37,8 +36,8 @@ def with_axes(args: Arguments, raw: dict | None) -> Arguments:
 
 
 def take_axes(draft: Draft, own: dict) -> None:
-    """Copy the JSON's axis sizes to the flags, and keep in the JSON only DeepSpeed's keys (for_engine). own: values of
-    the extensions' keys."""
+    """Copy the JSON's axis sizes to the flags. own: the values of the extensions' keys, removed from the
+    draft's JSON."""
     try:
         draft.args = with_axes(draft.args, draft.config | own)
     except ConfigError as error:
@@ -47,15 +46,15 @@ def take_axes(draft: Draft, own: dict) -> None:
 
 
 def check_model(args: Arguments, text_config: PreTrainedConfig) -> None:
-    """Raise ConfigError, with every reason, for a language model that extensions of the run can't train."""
+    """Raise ConfigError with every reason if extensions of the run can't train this language model."""
     if lines := active(args.own, text_config).check_model(args, text_config):
         raise ConfigError("\n".join(lines))
 
 
 def for_engine(config: dict) -> dict:
-    """Return a resolved JSON for DeepSpeed, without train_batch_size if it follows from the two other numbers.
+    """Return a resolved JSON for DeepSpeed, without train_batch_size if the micro-batch size is given.
 
-    DeepSpeed would check it against the number of all ranks, though some may share samples.
+    DeepSpeed would compare train_batch_size with the number of all ranks, but some ranks may share samples.
     """
     follows = "train_micro_batch_size_per_gpu" in config
     own = {key: value for key, value in config.items() if key != "train_batch_size" or not follows}

@@ -1,4 +1,4 @@
-"""Precision from the JSON and the flags: bf16, fp16 with its loss scale, fp32, torch's autocast."""
+"""Resolve the precision in the JSON and the flags: bf16, fp16 with its loss scale, fp32, and torch's autocast."""
 
 import importlib
 
@@ -16,7 +16,7 @@ LEAST = {"fp16.initial_scale_power": 0, "fp16.loss_scale_window": 1, "fp16.hyste
 
 
 def resolve_precision(draft: Draft) -> None:
-    """Fill bf16.enabled, fp16.enabled and autocast's dtype; refuse precisions that the device or DeepSpeed lacks."""
+    """Fill in bf16.enabled, fp16.enabled and autocast's dtype; refuse unsupported precisions."""
     _check_values(draft)
     bf16, fp16 = draft.agree("bf16.enabled", "bf16"), draft.agree("fp16.enabled", "fp16")
     autocast = _autocast_dtype(draft)
@@ -107,7 +107,7 @@ def _check_loss_scaling_of_autocast(draft: Draft) -> None:
 
 
 def _check_data_types(draft: Draft, model_dtype: str) -> None:
-    """Refuse dtypes that DeepSpeed asserts against, or that it has no code for at this stage."""
+    """Refuse dtypes that DeepSpeed doesn't support, either at all or at this stage."""
     params, grads = (_dtype(draft.get(f"data_types.{key}")) for key in ("param_dtype", "grad_accum_dtype"))
     if params not in (None, model_dtype):
         draft.refuse(f"data_types.param_dtype is {params}, but the run's precision is {model_dtype}: leave it out")
@@ -119,7 +119,7 @@ def _check_data_types(draft: Draft, model_dtype: str) -> None:
 
 
 def _check_master_weights(draft: Draft) -> None:
-    """Refuse weights without an fp32 copy, except with DeepSpeed's CPU Adam or with bf16 states."""
+    """Refuse 16-bit master weights, except with DeepSpeed's CPU Adam or with bf16 optimizer states."""
     stage, offload = draft.get("zero_optimization.stage"), draft.get("zero_optimization.offload_optimizer")
     for key in ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"):
         if draft.get(key) is not True:

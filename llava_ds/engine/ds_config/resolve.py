@@ -1,6 +1,6 @@
 """Resolve a DeepSpeed JSON and the flags to the configuration for deepspeed.initialize.
 
-DeepSpeed itself does not resolve "auto": some keys fail, others are silently taken as false (0.19).
+DeepSpeed 0.19 does not resolve "auto": it fails at some of these values, and silently reads others as false.
 """
 
 import copy
@@ -26,8 +26,8 @@ from llava_ds.extensions.active import flags_class, own_keys, reading
 from llava_ds.files.reading import MAX_JSON_BYTES, read_bytes
 from llava_ds.files.writing import can_be_made
 
-DEEPEST = 20  # levels of nested objects and lists
-MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # and their packages
+DEEPEST = 20  # maximum depth of nested objects and lists
+MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # monitor -> its package
 COMMENT = re.compile(
     r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL
 )  # strings match first, because they may contain these characters
@@ -35,9 +35,9 @@ COMMENT = re.compile(
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """The configuration for deepspeed.initialize, the flags that the JSON completed, and reasons of filled values.
+    """The configuration for deepspeed.initialize, and the flags with values of the JSON filled in.
 
-    device_type: of the training device.
+    reasons: why each filled-in key has its value; device_type: type of the training device, such as "cuda".
     """
 
     config: dict
@@ -74,8 +74,8 @@ class ResolvedConfig:
 
 
 def read_ds_config(path: str | Path) -> dict:
-    """Read the JSON object in a file. Like DeepSpeed 0.19 (runtime/config.py), accepts comments, a comma after the last
-    value and all other Hjson. Raises ConfigError."""
+    """Read the JSON object in a file. Accepts any Hjson, for example comments and trailing commas, as DeepSpeed 0.19
+    does (runtime/config.py). Raises ConfigError."""
     try:
         config = _parsed(read_bytes(path, MAX_JSON_BYTES).decode("utf-8-sig"))
     except ConfigError as error:
@@ -92,7 +92,7 @@ def read_ds_config(path: str | Path) -> dict:
 
 
 def _parsed(text: str) -> object:
-    """Parse a text as JSON with comments, otherwise as Hjson. Raises json's error, because it is clearer."""
+    """Parse text as JSON with comments, or else as Hjson. If both fail, raises json's error, because it is clearer."""
     try:
         return json.loads(COMMENT.sub(_blanked, text), object_pairs_hook=_each_key_once)
     except json.JSONDecodeError:
@@ -143,12 +143,12 @@ def resolve_ds_config(
     num_steps: int | None = None,
     is_local: bool = True,
 ) -> ResolvedConfig:
-    """Fill every "auto" of a DeepSpeed JSON by the formulas of Hugging Face's integration.
+    """Fill in every "auto" of a DeepSpeed JSON with the formulas of Hugging Face's integration.
 
-    raw: the JSON as read; hidden_size: the language model's width; device_type: "cpu", "cuda" or the like; num_steps:
-    optimizer steps of the run, None before the data is read (values that depend on it then stay open); is_local: True
-    if this machine trains, so it needs packages and compilers. The returned flags take values of the JSON that no flag
-    contradicts. Raises ConfigError that lists every conflict. Source: transformers, integrations/deepspeed.py.
+    raw: the unresolved JSON; dp: number of data-parallel ranks; hidden_size: width of the language model; device_type:
+    "cpu", "cuda" or the like; num_steps: optimizer steps of the run, None before the data is read (values that depend
+    on it then stay open); is_local: True if this machine trains, so its packages and compilers are checked. Returned
+    flags have the JSON's values. Raises ConfigError for conflicts. Source: transformers, integrations/deepspeed.py.
     """
     draft = _draft(raw, args, dp, hidden_size, device_type, is_local=is_local)
     _resolve_precision_and_axes(draft)
@@ -164,7 +164,7 @@ def resolve_ds_config(
     if draft.get("timers.throughput.enabled") is None:
         why = "DeepSpeed's timer would wait for the device twice per micro-step"
         draft.fill("timers.throughput.enabled", False, why)
-    # engine/non_finite.py replaces this check if a norm is computed and torch's fused AdamW is on the weights' device.
+    # engine/non_finite.py replaces DeepSpeed's check of gradients if the norm is computed and AdamW is torch's fused.
     normed = draft.get("zero_optimization.compute_grad_norm") is not False
     guarded = "optimizer" not in draft.config and not offloads(draft) and normed
     if draft.get("bf16.enabled") is True and draft.is_open("bf16.check_grad_overflow") and guarded:
@@ -177,7 +177,7 @@ def resolve_ds_config(
 
 
 def _refuse_open(draft: Draft) -> None:
-    """Refuse values that are still "auto", except in a block whose type was refused: there their meaning is unknown."""
+    """Refuse values that are still "auto", except in a block of a refused type, where their meaning is unknown."""
     from llava_ds.engine.ds_config.schema import default_of
 
     refused = tuple(f"{block}.params." for block in ("optimizer", "scheduler") if f"{block}.type" in draft.wrong)
@@ -193,7 +193,7 @@ def _refuse_open(draft: Draft) -> None:
 
 
 def flags_in(raw: dict) -> dict[str, str]:
-    """Map flags whose value is in the JSON to "key value"."""
+    """Return "key value" for each flag whose value is in the JSON, by flag."""
     keys = {
         "train_batch_size": "train_batch_size",
         "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
@@ -210,9 +210,9 @@ def flags_in(raw: dict) -> dict[str, str]:
 
 
 def axes_from(raw: dict, args: Arguments) -> Arguments:
-    """Return the flags with the JSON's sizes of the axes, before the ranks connect.
+    """Return the flags with the JSON's axis sizes. Called before the ranks connect.
 
-    Raises ConfigError for invalid sizes, with all other problems of the JSON known by then.
+    If a size is invalid, raises ConfigError that also lists the problems of the JSON that can be found at that time.
     """
     try:
         return with_axes(args, raw)
@@ -256,10 +256,10 @@ def _depth(value: object) -> int:
 
 
 def resolve_optimizer(draft: Draft) -> None:
-    """Fill the optimizer block from the flags, and refuse optimizers that can't train.
+    """Fill in the optimizer block from the flags, and refuse optimizers that can't be used.
 
-    Without a block nothing is filled, and the run builds torch's AdamW from the flags; with optimizer offload it uses
-    DeepSpeed's CPU Adam, unless zero_force_ds_cpu_optimizer is false.
+    If the JSON has no block, the run uses the optimizer of --optim. For adamw_torch this is torch's AdamW, but with
+    optimizer offload DeepSpeed's CPU Adam, unless zero_force_ds_cpu_optimizer is false.
     """
     optim = draft.args.training.optim
     if "optimizer" not in draft.config:
@@ -275,9 +275,9 @@ def resolve_optimizer(draft: Draft) -> None:
 
 
 def resolve_scheduler(draft: Draft, num_steps: int | None) -> None:
-    """Fill the scheduler block from the flags, and refuse values that give no schedule.
+    """Fill in the scheduler block from the flags, and refuse invalid values. Without a block, check the kwargs flag.
 
-    num_steps: optimizer steps of the run; None leaves the values that depend on it open. Without a block, checks
+    num_steps: optimizer steps of the run; None if unknown (values that depend on it stay open). The flag is
     --lr_scheduler_kwargs.
     """
     if "scheduler" not in draft.config:
@@ -290,7 +290,7 @@ def resolve_scheduler(draft: Draft, num_steps: int | None) -> None:
 
 
 def resolve_monitoring(draft: Draft) -> None:
-    """Fill the folders of DeepSpeed's monitors; refuse monitors whose package is missing."""
+    """Fill in the output folders of DeepSpeed's monitors, and refuse monitors whose package is missing."""
     for section, package in MONITORS.items():
         if draft.is_local and draft.get(f"{section}.enabled") and find_spec(package) is None:
             draft.refuse(

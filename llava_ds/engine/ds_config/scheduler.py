@@ -1,4 +1,4 @@
-"""The learning rate's schedule: the JSON's scheduler block, or --lr_scheduler_type without a block."""
+"""The learning-rate schedule: from the JSON's scheduler block, or else from --lr_scheduler_type."""
 
 import inspect
 import json
@@ -13,9 +13,9 @@ from llava_ds.constants import in_short
 from llava_ds.engine.ds_config.draft import trial_error
 
 DEEPSPEED = ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
-# Values of --lr_scheduler_type that need no trial: they accept any rate and need no further parameters.
+# Values of --lr_scheduler_type that need no trial, because they accept any rate and require no parameters.
 NOT_TRIED = {"linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt"}
-# The parameter with the language model's peak rate.
+# Schedulers and their parameter for the peak rate (the language model's).
 RATE_KEYS = {
     "WarmupLR": "warmup_max_lr",
     "WarmupDecayLR": "warmup_max_lr",
@@ -23,7 +23,7 @@ RATE_KEYS = {
     "CyclicLR": "max_lr",
     "OneCycleLR": "max_lr",
 }
-# Rates that a class takes as a list, one per parameter group; a single number would apply to all groups.
+# Parameters that can be a list with a rate per parameter group; a single number would apply to all groups.
 PER_GROUP = {
     "warmup_min_lr",
     "warmup_max_lr",
@@ -68,7 +68,7 @@ def kwargs_problem(args: TrainingArguments) -> str | None:
     name = args.lr_scheduler_type
     if not kwargs and name in NOT_TRIED:
         return None
-    # Not at the top: it imports peft and bitsandbytes if they are installed, and takes seconds.
+    # Not imported at the top, because it takes seconds: it imports peft and bitsandbytes if they are installed.
     from transformers import get_scheduler
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
@@ -96,9 +96,9 @@ def describe_schedule(args: TrainingArguments, num_steps: int, block: dict | Non
 def scheduler_factory(
     args: TrainingArguments, num_steps: int, block: dict | None = None
 ) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
-    """Return the lr_scheduler for deepspeed.initialize: a function of the optimizer.
+    """Return the lr_scheduler for deepspeed.initialize: a function that makes a scheduler for an optimizer.
 
-    The optimizer's groups hold their peak rates, and the rates keep their proportions.
+    The rates of the optimizer's groups are their peaks; the schedule keeps the ratios between groups.
 
     block: the scheduler of the resolved JSON; None: use --lr_scheduler_type (with warm-up, its first step has rate 0).
     """

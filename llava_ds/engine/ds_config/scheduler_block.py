@@ -33,9 +33,9 @@ IMPOSSIBLE = {
     **{name: "it takes a function, and JSON can't hold one" for name in ("LambdaLR", "MultiplicativeLR")},
     **{name: "it takes other schedulers, and JSON can't hold them" for name in ("SequentialLR", "ChainedScheduler")},
 }
-TRIED_STEPS = 20_000  # number of steps of a schedule to try: half a second
-# DeepSpeed's schedulers accept any value and fail later. A value must be of its default's kind, and within these
-# bounds.
+TRIED_STEPS = 20_000  # maximum number of steps of a schedule to try; they take half a second
+# DeepSpeed's schedulers accept any value and fail later, so values are checked here. Apart from these bounds, a value
+# must be of the same kind as its default.
 AT_LEAST_ONE = ("warmup_num_steps", "total_num_steps", "lr_range_test_step_size", "cycle_first_step_size")
 UP_TO_ONE = ("warmup_min_ratio", "cos_min_ratio")
 BELOW_ONE = ("cycle_min_mom", "cycle_max_mom")
@@ -43,7 +43,7 @@ WARMUP_TYPES = ("log", "linear")
 
 
 def resolve_block(draft: Draft, num_steps: int | None) -> None:
-    """Fill the block from the flags, and refuse values that give no schedule. num_steps: as in resolve_scheduler."""
+    """Fill in the block from the flags, and refuse invalid values. num_steps: see resolve_scheduler."""
     block = draft.config["scheduler"]
     if not isinstance(block.get("type"), str):
         return  # check_keys refused it
@@ -103,8 +103,8 @@ def _fill_params(draft: Draft, name: str, params: dict, known: dict[str, object]
         if draft.args.training.learning_rate == 0:
             draft.refuse(f"--learning_rate is 0, and {name} scales every group's rate by it: give a rate above 0")
     if name == "LRRangeTest" and draft.is_open("scheduler.params.lr_range_test_min_lr"):
-        # A range test's start is not the training rate: writing it leaves the flag and the groups' proportions
-        # unchanged.
+        # A range test starts from the rate of the flag. Don't use agree() here: a start that the JSON gives is not the
+        # training rate, so it must not change the flag.
         draft.fill("scheduler.params.lr_range_test_min_lr", draft.args.training.learning_rate, "--learning_rate")
     if params.get("warmup_min_lr") == AUTO:
         draft.fill("scheduler.params.warmup_min_lr", 0, "as in Hugging Face's integration")
@@ -178,7 +178,7 @@ def _wanted(key: str, default: object, value: object) -> str | None:
 
 def _check_values(draft: Draft, name: str, params: dict, known: dict[str, object]) -> None:
     for key, value in params.items():
-        if value == AUTO or key not in known or key == RATE_KEYS.get(name):  # the rate was compared with the flag
+        if value == AUTO or key not in known or key == RATE_KEYS.get(name):  # agree() has checked the rate
             continue
         if (name in DEEPSPEED or key in PER_GROUP) and (wanted := _wanted(key, known[key], value)):
             draft.refuse(f"scheduler.params.{key} is {as_json(value)} in the DeepSpeed JSON: write {wanted}")
@@ -217,7 +217,7 @@ def _try_class(draft: Draft, name: str, params: dict, num_steps: int | None) -> 
 
 
 def _tiny_optimizer(draft: Draft) -> torch.optim.Optimizer:
-    """Make a small optimizer with the run's kind of parameters: with betas, with momentum, or without both."""
+    """Make an optimizer over one weight that has betas, momentum, or neither, like the run's optimizer."""
     weights, rate = [torch.nn.Parameter(torch.zeros(1))], draft.args.training.learning_rate
     kind = draft.get("optimizer.type")
     if kind in ("SGD", "RMSprop"):

@@ -1,7 +1,7 @@
-"""The keys of a DeepSpeed JSON and their kinds.
+"""The keys of a DeepSpeed JSON and the kinds of their values.
 
-DeepSpeed's own pydantic models are used if they exist, so that keys match the installed version; other sections are
-declared here, and a test compares their names with DeepSpeed's source.
+Sections for which DeepSpeed has pydantic models use these models, so their keys match the installed version. The other
+sections are declared here, and a test compares their keys with DeepSpeed's source.
 """
 
 import enum
@@ -99,9 +99,9 @@ class Timers(_Section):
 
 
 class DeepSpeedJson(_Section):
-    """The whole file, without nulls and "auto"."""
+    """Schema of the whole file, after nulls and "auto" values are removed."""
 
-    train_batch_size: object = None  # flags are compared with these four and their kinds
+    train_batch_size: object = None  # these four are compared with flags, and their kinds checked, elsewhere
     train_micro_batch_size_per_gpu: object = None
     gradient_accumulation_steps: object = None
     gradient_clipping: object = None
@@ -145,7 +145,7 @@ class DeepSpeedJson(_Section):
     dataloader_drop_last: bool = False
     vocabulary_size: Whole | None = None
 
-    # Other ways of training: keys.py refuses them if they are switched on.
+    # Features that this trainer does not support: keys.py refuses these sections if they enable something.
     autotuning: dict = {}
     data_efficiency: dict = {}
     datastates_ckpt: dict = {}
@@ -157,7 +157,7 @@ class DeepSpeedJson(_Section):
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, object]:
-    """Map the keys of a section, in the JSON's spelling, to their annotations; aliases come first."""
+    """Map the keys of a section, in the JSON's spelling, to their annotations. A field's alias precedes its name."""
     fields = {}
     for name, info in model.model_fields.items():
         for key in (info.alias, name):
@@ -167,7 +167,7 @@ def fields_of(model: type[BaseModel]) -> dict[str, object]:
 
 
 def options(annotation: object) -> tuple:
-    """Return the members of a union, without Annotated's metadata; for other annotations, the annotation itself."""
+    """Return the members of a union, or the annotation itself as the only member, without Annotated's metadata."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     parts = typing.get_args(annotation) if is_union else (annotation,)
     return tuple(typing.get_args(part)[0] if typing.get_origin(part) is Annotated else part for part in parts)
@@ -201,10 +201,10 @@ def default_of(key: str) -> object:
 
 @functools.cache
 def strict_model(model: type[BaseModel]) -> type[BaseModel]:
-    """Make a section's model that converts nothing: it refuses "false" as a boolean, and true as a number.
+    """Make a copy of a section's model that converts no values: it refuses "false" as a boolean, and true as a number.
 
-    DeepSpeed's models convert values, but its code reads some of them unconverted; and pydantic's strict mode does not
-    reach into the models' own __init__. Their validators are left out.
+    DeepSpeed's models convert values, but DeepSpeed reads some of them unconverted. pydantic's strict mode has no
+    effect in these models, because they define __init__. The copy has no validators.
     """
     fields = {name: (_strict(info.annotation), info) for name, info in model.model_fields.items()}
     config = ConfigDict(extra="forbid", strict=True, populate_by_name=True, protected_namespaces=())
@@ -212,7 +212,7 @@ def strict_model(model: type[BaseModel]) -> type[BaseModel]:
 
 
 def _strict(annotation: object) -> object:
-    """Return the annotation of a field in strict_model."""
+    """Return an annotation that accepts the same values as a field's, but without conversion."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return Annotated[(_strict(arguments[0]), *arguments[1:])]

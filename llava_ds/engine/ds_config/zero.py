@@ -1,11 +1,11 @@
-"""ZeRO: stage, sizes derived from the language model's width, and offload."""
+"""Resolve the ZeRO section: its stage, sizes that depend on the language model's width, and offload."""
 
 import os
 
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json
 from llava_ds.files.writing import can_be_made
 
-# Hugging Face's formulas, h the hidden size of the language model (transformers, integrations/deepspeed.py).
+# Hugging Face's formulas; h is the language model's hidden size. Source: transformers, integrations/deepspeed.py.
 SIZES = {
     "reduce_bucket_size": (lambda h: h * h, "hidden size squared"),
     "stage3_prefetch_bucket_size": (lambda h: int(0.9 * h * h), "0.9 x hidden size squared"),
@@ -28,13 +28,13 @@ NEEDS_STAGE_3 = (
 
 
 def resolve_zero(draft: Draft) -> None:
-    """Fill sizes that are "auto"; refuse values that don't fit the stage, the ranks, the device or the machine."""
+    """Fill in sizes that are "auto"; refuse values that the stage, ranks, device or machine can't support."""
     for key, (formula, words) in SIZES.items():
         if draft.get(f"zero_optimization.{key}") == AUTO:
             draft.fill(f"zero_optimization.{key}", formula(draft.hidden_size), f"{words} ({draft.hidden_size})")
     stage = draft.get("zero_optimization.stage") or 0
     if stage < 3 and _set_value(draft, "offload_param") is not None:
-        # LLaVA-NeXT's zero2_offload.json has it: DeepSpeed ignores it.
+        # Don't refuse offload_param: LLaVA-NeXT's zero2_offload.json contains it, and DeepSpeed ignores it.
         why = f"at stage {stage} every rank holds all parameters, nothing is offloaded"
         draft.fill("zero_optimization.offload_param.device", "none", why)
     _check_stage(draft, stage)

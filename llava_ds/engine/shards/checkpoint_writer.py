@@ -1,4 +1,4 @@
-"""Write this rank's part of a checkpoint, at once or in a background thread."""
+"""Write this rank's part of a checkpoint, immediately or in a background thread."""
 
 import copy
 import threading
@@ -19,9 +19,9 @@ ENGINE = "engine"  # tag and folder in a checkpoint for DeepSpeed's part
 class CheckpointWriter(TorchCheckpointEngine):
     """Writes, flushes and hashes the files of DeepSpeed and of this package.
 
-    It replaces the engine's own writer while a checkpoint is made. It keeps the first file error instead of raising it:
-    DeepSpeed has collectives between its files, and a rank that raised would leave the others waiting in them. With
-    background, save() copies the tensors to host memory, and a thread writes them after start().
+    It replaces the engine's own writer while a checkpoint is made. It stores the first file error instead of raising
+    it: DeepSpeed runs collectives between files, and the other ranks would wait in them for a rank that raised. If
+    `background` is True, save() copies the tensors to host memory, and a thread writes them after start().
     """
 
     def __init__(self, config, root: Path, background: bool, reads_back: bool) -> None:
@@ -37,7 +37,7 @@ class CheckpointWriter(TorchCheckpointEngine):
         self._thread = threading.Thread(target=self._write_waiting, name="checkpoint-writer", daemon=True)
 
     def create(self, info) -> None:
-        """Do nothing; DeepSpeed calls it when a checkpoint begins."""
+        """Do nothing. DeepSpeed requires this method, and calls it at the start of a checkpoint."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         self.attempt(path, lambda: super(CheckpointWriter, self).makedirs(path, exist_ok=exist_ok))
@@ -45,7 +45,7 @@ class CheckpointWriter(TorchCheckpointEngine):
     def save(self, state_dict: object, path: str | Path) -> None:
         """Write an object with torch.save."""
         if self.background:
-            # Training will change the tensors from the next step.
+            # The next step will change the tensors.
             state_dict = self.attempt(path, lambda: snapshot(state_dict, {}))
 
         def write(file) -> None:
@@ -120,15 +120,15 @@ class CheckpointWriter(TorchCheckpointEngine):
 
 
 def save_engine(engine, writer: CheckpointWriter) -> None:
-    """Let DeepSpeed save its part through the writer, into the folder ENGINE. All ranks call it together."""
+    """Let DeepSpeed save its part of a checkpoint with the writer, in the folder ENGINE. Collective."""
     before, engine.checkpoint_engine = engine.checkpoint_engine, writer
     try:
-        # DeepSpeed's own "latest" file may name an incomplete checkpoint: the manifest replaces it. Frozen parameters
-        # are read from their source again, so they are not written.
+        # Don't write DeepSpeed's "latest" file, because it may name an incomplete checkpoint; the manifest replaces it.
+        # Frozen parameters are not written, because a resume reads them from the original model.
         engine.save_checkpoint(str(writer.root), tag=ENGINE, save_latest=False, exclude_frozen_parameters=True)
     except OSError as error:
-        # DeepSpeed 0.19.8 copies its recovery scripts, and files on NVMe, without the writer. On the other ranks only
-        # this follows:
+        # DeepSpeed 0.19.8 copies its recovery scripts and files on NVMe without the writer, so errors are raised here.
+        # Take the remaining steps of save_checkpoint, because the other ranks wait in its barrier.
         writer.note(error.filename2 or error.filename or writer.root, error)
         if engine._optimizer_has_ckpt_event_epilogue():
             engine.optimizer.checkpoint_event_epilogue()
@@ -138,9 +138,9 @@ def save_engine(engine, writer: CheckpointWriter) -> None:
 
 
 def snapshot(value: object, known: dict) -> object:
-    """Copy to host memory, so that training doesn't change it; copies a repeated tensor once.
+    """Return a copy of a nested value, with tensors in host memory. Of a view, only the visible elements are copied.
 
-    known: maps sources to copies, empty at first. Copies only the visible elements of a view.
+    known: copies made so far, by source tensor, so that a repeated tensor is copied once; pass {} at first.
     """
     if isinstance(value, torch.Tensor):
         key = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)

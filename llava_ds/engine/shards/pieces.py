@@ -1,8 +1,8 @@
 """Pieces of parameters: the position of each parameter's elements in a rank's optimizer and in its files.
 
-Every ZeRO stage and number of ranks divides and orders the parameters differently. A Layout describes one rank's part
-by the parameters' names. It is made from a live engine and saved in a checkpoint, so that one description finds every
-element in both.
+ZeRO divides and orders the parameters differently for every stage and number of ranks. A Layout lists, by parameter
+name, the pieces that one rank holds. It is made from a live engine and saved in every checkpoint, so each element can
+be found in both.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.engine.placement import Share, Slice, placement_of
 from llava_ds.files.reading import read_json
 
-MAX_LAYOUT_BYTES = 256 << 20  # limit of a layout file; it has a line for every parameter
+MAX_LAYOUT_BYTES = 256 << 20  # largest accepted layout file (it lists all pieces)
 
 # Kinds of optimizer: DeepSpeed's wrapper around the user's optimizer.
 PLAIN, UNFUSED, FUSED, ZERO, BF16_ZERO, ZERO_3 = "plain", "unfused", "fused", "zero", "bf16_zero", "zero_3"
@@ -30,8 +30,8 @@ REPLICATED = (PLAIN, UNFUSED, FUSED)  # every data-parallel rank has the whole s
 
 
 class Wrapper(NamedTuple):
-    """Names in DeepSpeed 0.19. masters: attribute with the tensors that the optimizer updates; weights: with the
-    model's parameters by group; saved, saved_optimizer: state keys of the masters, and of the user's optimizer."""
+    """Names in DeepSpeed 0.19. masters, weights: attributes with the tensors that the optimizer updates, and with the
+    model's parameters by group; saved, saved_optimizer: state_dict keys of the masters and of the user's optimizer."""
 
     masters: str
     weights: str
@@ -60,8 +60,8 @@ _KINDS = {
 
 
 class Block(NamedTuple):
-    """Elements shared by two pieces: rows of width elements, row i at from_ + i * from_step in the first piece's tensor
-    and at to + i * to_step in the second's."""
+    """Elements shared by two pieces: `rows` rows of `width` elements. Row i starts at from_ + i * from_step in the
+    first piece's tensor and at to + i * to_step in the second piece's."""
 
     rows: int
     width: int
@@ -94,7 +94,7 @@ class Piece(NamedTuple):
             width = min(self.start + self.length, other.start + other.length) - first
             from_, to = self.offset + first - self.start, other.offset + first - other.start
             return [Block(1, width, from_, 0, to, 0)] if width > 0 else []
-        # Slices of one parameter are cut along the same dimension, or one is the whole parameter.
+        # Either both slices are cut along the same dimension, or one of them is the whole parameter.
         period = (self.slice or other.slice)[2]
         blocks = []
         for a in self._rectangles(period):
@@ -106,7 +106,7 @@ class Piece(NamedTuple):
         return blocks
 
     def _rectangles(self, period: int) -> list["_Rectangle"]:
-        """Split the piece into rectangles, with the parameter as rows of one period: first, middle and last rows."""
+        """View the parameter as rows of `period` elements. Returns the piece's first, middle and last rows in it."""
         begin, end, _ = self.slice or (0, period, period)
         width = end - begin
         found, done = [], 0
@@ -123,8 +123,8 @@ class Piece(NamedTuple):
 
 
 class _Rectangle(NamedTuple):
-    """A piece's elements in the same columns of consecutive rows. offset: of the first element in the slot's tensor;
-    step: from one row to the next there."""
+    """Elements of a piece that fill the same columns of consecutive rows. offset: position of the first element in the
+    slot's tensor; step: distance between rows in that tensor."""
 
     top: int
     bottom: int
@@ -140,12 +140,12 @@ class _Rectangle(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """One rank's pieces.
+    """The pieces of parameters that one rank's optimizer holds.
 
-    kind: one of the constants above; optimizer: its class; dtype, master_dtype: of the weights in the model and in the
-    optimizer; slots: the pieces in each tensor that the optimizer updates, in the order of its states; fused: torch's
-    single-kernel version, keeping states on another device; tp, pp, ep: numbers of ranks that shared the model (see
-    Placement).
+    kind: one of the constants above; optimizer: name of the optimizer's class; dtype, master_dtype: precision of the
+    weights in the model and in the optimizer; slots: the pieces in each tensor that the optimizer updates, in the order
+    of its states; fused: True for torch's fused kernels, which keep the step count on the device; tp, pp, ep: number of
+    ranks that shared the model on each axis (see Placement).
     """
 
     kind: str
@@ -160,7 +160,7 @@ class Layout:
 
     @property
     def names(self) -> set[str]:
-        """Names of the parameters with a piece here."""
+        """Names of the parameters of which this rank holds a piece."""
         return {piece.name for slot in self.slots for piece in slot}
 
 
@@ -213,14 +213,14 @@ def _whole_parameters(parameters: list[torch.Tensor], shares: dict[torch.Tensor,
 
 
 def _fragments(parameters: list[torch.Tensor], shares: dict[torch.Tensor, Share]) -> list[Piece]:
-    """Pieces at stages 1 and 2: a rank's part of a group's parameters laid end to end, from DeepSpeed's links."""
+    """Pieces at stages 1 and 2, read from DeepSpeed's _hp_mapping: a rank holds one range of the flattened group."""
     linked = [(shares[p], p._hp_mapping) for p in parameters if p._hp_mapping is not None]
     addresses = ((share, to.lp_fragment_address, to.hp_fragment_address) for share, to in linked)
     return [Piece(share.name, share.slice, low.start, low.numel, high.start) for share, low, high in addresses]
 
 
 def _partitions(parameters: list[torch.Tensor], shares: dict[torch.Tensor, Share]) -> list[Piece]:
-    """Pieces at stage 3: a rank's part of every parameter in a sub-group; the last ranks' parts may be padding."""
+    """Pieces at stage 3: a rank holds an equal part of every parameter; on the last ranks it may be padding."""
     pieces, offset = [], 0
     for p in parameters:
         length = p.partition_numel()
@@ -232,14 +232,14 @@ def _partitions(parameters: list[torch.Tensor], shares: dict[torch.Tensor, Share
 
 
 def layout_text(engine) -> str:
-    """Return the content of this rank's layout_file."""
+    """Return this rank's layout as JSON, the content of its layout_file."""
     return json.dumps(dataclasses.asdict(layout_of(engine)))
 
 
 def read_layout(checkpoint: Path, rank: int) -> Layout:
-    """Read a rank's layout. Raises DataError if it is missing or can't be read.
+    """Read a rank's layout file. Raises DataError if it is missing or can't be read.
 
-    Pieces without a slice, written by earlier versions, belong to whole parameters.
+    Earlier versions wrote pieces without a slice: these are pieces of whole parameters.
     """
     file = layout_file(checkpoint, rank)
     try:
@@ -263,5 +263,5 @@ def has_layout(checkpoint: Path) -> bool:
 
 
 def layout_file(checkpoint: Path, rank: int) -> Path:
-    """Return the path of a rank's layout."""
+    """Return the path of a rank's layout file."""
     return checkpoint / f"layout-{rank}.json"

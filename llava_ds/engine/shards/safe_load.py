@@ -23,8 +23,8 @@ _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's variable that overrides the 
 def load(path: str | Path, mmap: bool = False) -> object:
     """Load a file written by torch.save to the CPU: tensors, plain values and CLASSES.
 
-    mmap: map the file instead of reading it, if its format allows that. Raises DataError for damaged files and for any
-    other content; that content is not run.
+    mmap: map the file into memory if its format allows that. Raises DataError if the file is damaged or contains any
+    other objects; their code does not run.
     """
     try:
         with _refusing(path), torch.serialization.safe_globals(CLASSES):
@@ -38,11 +38,10 @@ def load(path: str | Path, mmap: bool = False) -> object:
 
 @contextlib.contextmanager
 def without_code(path: str | Path) -> Iterator[None]:
-    """Make every torch.load in this process and its children as safe as load(), including DeepSpeed's own calls, which
-    would run code in a file.
+    """Make every torch.load in this context as safe as load(), including those of DeepSpeed and of child processes.
 
-    path: named in the DataError for files that hold anything else. Child processes that are not forked also refuse
-    CLASSES.
+    Raises DataError that names `path` for a file with other objects than load() accepts. Child processes that are
+    not forked refuse CLASSES as well.
     """
     before = os.environ.get(_FORCE)
     os.environ[_FORCE] = "1"

@@ -1,1 +1,1 @@
-"""As few recomputed layers as memory allows, measured before the first step: --gradient_checkpointing auto."""
+"""Checkpoint as few layers as memory allows, measured before the first step (--gradient_checkpointing auto)."""

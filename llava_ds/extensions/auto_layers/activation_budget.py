@@ -1,8 +1,8 @@
 """Choose the layers to checkpoint by measuring the largest micro-batch before the first step.
 
-It runs once, with weight zero. All layers except one per part are checkpointed: the choice with the least memory.
-Autograd's hooks see what that one layer saves; the others save their input. On a GPU the allocator reports the peak, so
-that gradients, ZeRO's buffers and working space count; on a CPU it is the memory that was available when forward ended.
+It runs with loss weight zero. To save memory, all layers except for one per part are checkpointed. Hooks of
+autograd measure what this layer saves; checkpointed layers save only their input. On a GPU, the allocator's peak also
+covers gradients, ZeRO's buffers and workspace. On a CPU, the memory available at the end of forward is used instead.
 """
 
 import functools
@@ -28,8 +28,7 @@ GB, MB = 10**9, 10**6
 
 @dataclass(frozen=True)
 class PartLayers:
-    """The layers of a part that run, and the bytes that one of them saves for backward: saved_bytes, or input_bytes if
-    it is checkpointed."""
+    """The layers of a part that run. One layer saves saved_bytes for backward, or input_bytes if it is checkpointed."""
 
     name: str
     layers: list[nn.Module]
@@ -39,7 +38,7 @@ class PartLayers:
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """The memory that the largest micro-batch saves for backward: in layers of its parts, and other_bytes outside."""
+    """The memory that the largest micro-batch saves for backward. other_bytes: memory outside of the parts' layers."""
 
     parts: list[PartLayers]
     other_bytes: int
@@ -49,7 +48,7 @@ class ActivationMemory:
         return sum(len(part.layers) for part in self.parts)
 
     def counts(self, num_checkpointed: int) -> list[int]:
-        """Divide num_checkpointed layers over the parts, beginning where a layer frees the most memory."""
+        """Distribute num_checkpointed layers over the parts, starting with the part whose layers free most memory."""
         counts, left = [0] * len(self.parts), num_checkpointed
         for i in sorted(range(len(counts)), key=lambda i: self.parts[i].input_bytes - self.parts[i].saved_bytes):
             counts[i] = min(left, len(self.parts[i].layers))
@@ -57,7 +56,7 @@ class ActivationMemory:
         return counts
 
     def need(self, counts: list[int]) -> int:
-        """Return the peak bytes in backward if counts[i] layers of part i are checkpointed, one of them recomputed."""
+        """Return the peak bytes in backward if counts[i] layers of part i are checkpointed, and one is recomputed."""
         recomputed = max((part.saved_bytes for part, count in zip(self.parts, counts) if count), default=0)
         in_layers = sum(
             count * part.input_bytes + (len(part.layers) - count) * part.saved_bytes
@@ -66,7 +65,7 @@ class ActivationMemory:
         return self.other_bytes + recomputed + in_layers
 
     def fewest(self, room: float) -> int | None:
-        """Return the fewest checkpointed layers that need at most `room` bytes; None if even all need more."""
+        """Return the smallest number of checkpointed layers that fits in `room` bytes; None if no number does."""
         return next((n for n in range(self.num_layers + 1) if self.need(self.counts(n)) <= room), None)
 
 
@@ -80,9 +79,9 @@ def choose_checkpointed_layers(
 ) -> list[str]:
     """Checkpoint the fewest layers with which the largest micro-batch fits. Returns lines that report the choice.
 
-    parts: the parts whose layers may be checkpointed, by name; checkpoint_layers was called for each. num_moments: of
-    the optimizer. activation_memory_gb: the room for activations, instead of the free memory. All ranks call it
-    together and choose the same.
+    parts: the parts whose layers may be checkpointed, by name, after a call of checkpoint_layers for each; num_moments:
+    the optimizer's moments per weight; activation_memory_gb: the room for activations, None for the free memory.
+    Collective; all ranks make the same choice.
     """
     memory, room = measure(engine, largest, parts, num_moments)
     if activation_memory_gb is not None:
@@ -113,7 +112,7 @@ def choose_checkpointed_layers(
 def measure(
     engine, largest: LargestMicroBatch, parts: dict[str, nn.Module], num_moments: float
 ) -> tuple[ActivationMemory, float]:
-    """Measure the largest micro-batch's activations, and the room for them on this rank in bytes."""
+    """Return the memory of the largest micro-batch's activations, and the room for them on this rank in bytes."""
     on_gpu = engine.device.type == "cuda"
     if on_gpu:
         with waiting("the device"):
@@ -138,9 +137,9 @@ def measure(
         free, _ = torch.cuda.mem_get_info(engine.device)
         usable = free + torch.cuda.memory_reserved(engine.device)
         more = usable * (1 - MARGIN) - torch.cuda.max_memory_allocated(engine.device)
-        torch.cuda.empty_cache()  # later micro-batches need blocks of other sizes
+        torch.cuda.empty_cache()  # because later micro-batches need blocks of other sizes
     else:
-        # Measured at the end of forward: before any layer was recomputed and, without accumulation, before gradients.
+        # Measured at the end of forward: subtract what backward allocates. With accumulation, gradients exist already.
         recomputed = max(part.saved_bytes for part in memory.parts)
         more = available * (1 - MARGIN) - recomputed - (0 if largest.accumulates else _gradient_bytes(engine))
     return memory, measured + more - missing
@@ -148,7 +147,7 @@ def measure(
 
 @dataclass
 class _SavedTensors:
-    """Storages that autograd saves, by the part whose probed layer made them ("" for all others)."""
+    """Storages that autograd saves, by the part whose probed layer saves them ("" outside of probed layers)."""
 
     bytes_of: dict[str, dict[int, int]] = field(default_factory=lambda: {"": {}})
     inputs: dict[str, int] = field(default_factory=dict)
@@ -168,9 +167,9 @@ class _SavedTensors:
 def _record_saved_tensors(
     model: nn.Module, parts: dict[str, nn.Module], probes: dict[str, nn.Module]
 ) -> Iterator[_SavedTensors]:
-    """Record the storages that autograd saves in a forward, except for parameters and buffers.
+    """Record the storages that autograd saves in a forward pass, except for parameters and buffers.
 
-    Under ZeRO-3 a gathered parameter has its storage only while it is used, so each tensor is compared at once.
+    Tensors are compared with parameters at once, because at ZeRO-3 a parameter's storage exists only while it is used.
     """
     saved = _SavedTensors()
     inside = ""
@@ -216,7 +215,7 @@ def _record_saved_tensors(
 
 
 def _gradient_bytes(engine) -> int:
-    """Return the bytes of a rank's gradients, allocated by its first backward."""
+    """Return the bytes that this rank's first backward pass allocates for gradients."""
     trained = (p for p in engine.module.parameters() if p.requires_grad)
     size = sum(num_elements(p) * p.element_size() for p in trained)
     return size // (engine.dp_world_size if engine.zero_optimization_stage() >= 2 else 1)

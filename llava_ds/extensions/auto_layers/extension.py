@@ -1,4 +1,4 @@
-"""Choice of the layers to checkpoint by the largest micro-batch: --gradient_checkpointing auto."""
+"""Choose the layers to checkpoint by the memory of the largest micro-batch (--gradient_checkpointing auto)."""
 
 from llava_ds.engine.warm_up import NewEngine
 from llava_ds.extensions.auto_layers.activation_budget import choose_checkpointed_layers
@@ -6,7 +6,7 @@ from llava_ds.extensions.base import Extension
 
 
 def choose_for_run(new: NewEngine) -> list[str]:
-    """Choose the layers of a run, unless no step is left. Returns lines that report the choice."""
+    """Choose the layers to checkpoint in a run, unless no step is left. Returns lines that report the choice."""
     largest, budget = new.largest, new.resolved.args.training.activation_memory_gb
     if largest is None:
         return []

@@ -1,6 +1,6 @@
 """Parse and compare answers with the rules of each benchmark's official code.
 
-Each function names the code whose behaviour it matches; quirks that published figures contain are reproduced.
+Each function names the code whose behaviour it matches, including the bugs that influenced published scores.
 """
 
 import re
@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 ANLS_THRESHOLD = 0.5  # lower similarities count as 0
 RELATIVE_CHANGE = 0.05  # tolerance for a number in a chart
-FORMULAS = "Handwritten Mathematical Expression Recognition"  # OCRBench's category without spaces in its answers
+FORMULAS = "Handwritten Mathematical Expression Recognition"  # OCRBench ignores spaces in this category
 
 
 def anls(answer: str, references: list[str]) -> float:
     """Return the highest normalised Levenshtein similarity to a reference, 0 below the threshold.
 
-    Source: ST-VQA (arXiv 1905.13648), section 5, as in the evaluation of DocVQA and InfographicVQA: spaces and case
-    don't count as differences, but lengths are measured before they are removed.
+    Source: ST-VQA (arXiv 1905.13648), section 5, as in the evaluation of DocVQA and InfographicVQA: case and repeated
+    spaces don't count as differences, but the length for normalisation includes these spaces.
     """
 
     def distance(reference: str) -> float:
@@ -28,7 +28,7 @@ def anls(answer: str, references: list[str]) -> float:
 
 
 def edit_distance(one: str, other: str) -> int:
-    """Levenshtein distance: inserted, deleted and replaced characters."""
+    """Return the Levenshtein distance: the number of inserted, deleted and replaced characters."""
     before = list(range(len(other) + 1))
     for i, mine in enumerate(one, 1):
         now = [i]
@@ -61,7 +61,7 @@ def _chart_number(text: str) -> float | None:
 
 
 def contains_text(answer: str, references: list[str], category: str) -> bool:
-    """True if the answer contains a reference. Formulas compare case but not spaces, all other categories vice versa.
+    """True if the answer contains a reference. Formulas ignore spaces but not case; other categories the opposite.
 
     Source: OCRBench (arXiv 2305.07895), example.py.
     """
@@ -85,13 +85,13 @@ def leads_with_letter(answer: str, letter: str) -> bool:
 def first_character(answer: str, letter: str) -> bool:
     """True if an answer's first character is the letter, in any case.
 
-    Source: lmms-eval's SEED-Bench; the same as LLaVA's script for an answer of one letter.
+    Source: lmms-eval's SEED-Bench. For one-letter answers, LLaVA's script gives the same result.
     """
     return answer.strip()[:1].lower() == letter.lower()
 
 
 def letter_alone(answer: str, letter: str) -> bool:
-    """True if an answer is the letter in any case and punctuation, or starts with it and a full stop.
+    """True if an answer is the letter, ignoring case and punctuation, or starts with the letter and a full stop.
 
     Source: lmms-eval's AI2D.
     """
@@ -109,9 +109,9 @@ def first_yes_or_no(answer: str) -> str | None:
 
 
 def mmmu_letter(answer: str, options: dict[str, str]) -> str | None:
-    """Return the option that an answer names last: as "(B)", "B" or "B.", or with six or more words by its text.
+    """Return the option that an answer names last: as "(B)", "B", "B.", or by its text if the answer has six words.
 
-    None if it names no option; the official code then draws one at random.
+    Returns None if the answer names no option. The official code then chooses an option at random.
     Source: MMMU (arXiv 2311.16502), eval_utils.py.
     """
     for mark in ",.!?;:'":
@@ -175,7 +175,7 @@ def _mmmu_results(answer: str) -> list[str]:
 
 
 def _mmmu_values(text: str) -> list[str | float]:
-    """Return a rounded number, or a lower-case text; single characters get a space so that they match as words."""
+    """Return the text as a rounded number or in lower case. A single character gets a space, to match only words."""
     text = text.strip()
     try:
         return [round(float(text.replace(",", "")), 2)]
@@ -187,9 +187,9 @@ def _mmmu_values(text: str) -> list[str | float]:
 def mathvista_extraction(answer: str, reference: dict) -> str | None:
     """Return the part of an answer to compare; None if the official code needs a language model to find it.
 
-    Accepts an option's text or letter, a lone integer, float or list, and the text after "The answer is".
-    Source: MathVista (arXiv 2310.02255), extract_answer.py with --quick_extract. A lone letter or list is used
-    unchanged, because the language model repeats it.
+    Accepts an option's text or letter, an integer, float or list without other text, and the text after "The answer
+    is". Source: MathVista (arXiv 2310.02255), extract_answer.py with --quick_extract. There, a language model would
+    extract a letter or list, but when an answer has no other text, the model only repeats it.
     """
     choices, kind = reference["choices"], reference["answer_type"]
     if not answer or answer in choices:
@@ -209,7 +209,7 @@ def mathvista_extraction(answer: str, reference: dict) -> str | None:
 
 
 def mathvista_match(extraction: str, reference: dict) -> bool:
-    """True if an extraction equals the answer: as the nearest option, an integer, or a float with the given precision.
+    """True if the extracted text equals the answer, after conversion to the nearest option, an integer or a float.
 
     Source: MathVista (arXiv 2310.02255), calculate_score.py.
     """

@@ -33,7 +33,7 @@ PART = re.compile(r"\w+-(?P<attempt>\d+)-\d+\.jsonl")  # column, attempt and ran
 
 @dataclass(frozen=True)
 class Store:
-    """The files of one evaluation. identity: everything that must match for stored answers to be reused."""
+    """The files of one evaluation. identity: all values that must be equal for stored answers to be reused."""
 
     output: Path
     identity: dict[str, object]
@@ -49,10 +49,10 @@ class Store:
 
 
 def open_store(output: str, identity: dict[str, object], inputs: Iterable[str], ranks: Ranks) -> tuple[Store, int]:
-    """Open the files of an evaluation. Also returns the number of this attempt. Collective.
+    """Open the files of an evaluation. Returns the store, and the number of this attempt. Collective.
 
-    Files of an evaluation with another identity are moved aside, with a message. inputs: files that the evaluation
-    reads; none of them may be overwritten.
+    Renames files of an evaluation with another identity, with a message. inputs: files that the evaluation reads.
+    Raises ConfigError if an output would overwrite an input.
     """
     store = Store(Path(output).expanduser(), json.loads(json.dumps(identity)))
     if store.output.suffix != ".json":
@@ -85,13 +85,13 @@ def _begin_parts(store: Store) -> None:
 
 
 def _set_aside_others(store: Store) -> None:
-    """Move another evaluation's files aside, and turn this evaluation's finished files into a partial state."""
+    """Rename the files that belong to another evaluation."""
     kept = _json(store.partial / IDENTITY)
     if store.partial.is_dir() and kept != store.identity:
         _move(store.partial, _differences(kept, store.identity))
     finished = [file for file in [store.output, *map(store.answers_file, COLUMNS)] if file.exists()]
     ended = (_json(store.output) or {}).get("identity")
-    broken_off = ended is None and kept == store.identity  # stopped between answers and scores
+    broken_off = ended is None and kept == store.identity  # killed after the answers and before the scores were written
     if finished and ended != store.identity and not broken_off:
         for file in finished:
             _move(file, _differences(ended, store.identity))
@@ -113,7 +113,7 @@ def _move(path: Path, why: str) -> None:
 
 
 def answered(store: Store | None, column: str, num_questions: int, ranks: Ranks) -> dict[int, Answer]:
-    """Return earlier attempts' answers by question number, on every rank. Collective."""
+    """Return the answers from earlier attempts by question number, on every rank. Collective."""
     found: dict[int, Answer] = {}
     if store is not None:
         file = store.answers_file(column)
@@ -124,7 +124,7 @@ def answered(store: Store | None, column: str, num_questions: int, ranks: Ranks)
         for part in sorted(store.partial.glob(f"{_spelled(column)}-*.jsonl")):
             for row in _rows(part, lambda row: row["number"] in range(num_questions) and _is_answer(row)):
                 found.setdefault(row["number"], _answer(row))
-    # Machines that share no disk hold different parts.
+    # Gather, because machines without a shared disk have different parts.
     return {number: answer for each in reversed(gather(found, ranks)) for number, answer in each.items()}
 
 
@@ -139,9 +139,9 @@ def _answer(row: dict) -> Answer:
 
 
 class Part:
-    """This rank's answers of one column: in memory, and in a file if there is a store.
+    """This rank's answers for one column, in memory, and in a file if there is a store.
 
-    Every attempt starts a new file: the last line of a killed attempt may be incomplete.
+    Every attempt starts a new file, because the last line of a killed attempt may be incomplete.
     """
 
     def __init__(self, store: Store | None, column: str, attempt: int, ranks: Ranks) -> None:
@@ -150,7 +150,7 @@ class Part:
         self.file: TextIO | None = None
 
     def keep(self, answers: dict[int, Answer]) -> None:
-        """Append the answers of a batch in one write."""
+        """Store the answers of a batch, by question number, and append them to the file in one write."""
         self.answers |= answers
         if self.path is None:
             return
@@ -183,7 +183,7 @@ def _spelled(column: str) -> str:
 
 
 def _rows(file: Path, is_ours: Callable[[dict], bool]) -> list[dict]:
-    """Return a file's complete lines. Damaged ones are reported and dropped; their questions are asked again."""
+    """Return the rows of a file's complete lines. Reports and skips damaged lines, so their questions are repeated."""
     rows, lines = [], file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     for line in lines:
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
@@ -207,7 +207,7 @@ def answer_rows(
 ) -> list[dict[str, object]]:
     """Build the rows of OUTPUT.jsonl in the questions' order; docs/benchmarks.md lists their keys.
 
-    question_id, prompt, text and model_id are LLaVA's names: its scripts and the benchmarks' servers read them.
+    LLaVA's scripts and the benchmarks' servers read the names question_id, prompt, text and model_id.
     """
     return [
         {
@@ -228,7 +228,7 @@ def answer_rows(
 
 
 def _place(image: str | Media) -> str | dict[str, object]:
-    """Return an image's path, or the fields of a FileRef to a slice of a file; for a video, its file or first frame."""
+    """Return the path of an image or video, or a FileRef's fields for a slice of a file. For frames, of the first."""
     if isinstance(image, str):
         return image
     ref = image.refs[0]

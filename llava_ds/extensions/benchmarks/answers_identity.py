@@ -1,4 +1,4 @@
-"""Compute the identity of an evaluation: everything that its answers depend on."""
+"""Compute the identity of an evaluation: all inputs and settings that its answers depend on."""
 
 import dataclasses
 import hashlib
@@ -20,9 +20,9 @@ from llava_ds.files.model_files import (
 )
 from llava_ds.files.reading import MAX_JSON_BYTES, blocks_digest, read_bytes, read_json, stamp_of
 
-# Files besides the weights that answers depend on.
+# Files, in addition to the weights, that answers depend on.
 SETTINGS = tuple(sorted((*JSON_FILES, *OTHER_FILES)))
-# Flag, file and key of other folders that a model's settings name.
+# Settings that name another folder: the flag for a new path, the file, and the key in it.
 NAMED_FOLDERS = (
     ("model_base", "adapter_config.json", "base_model_name_or_path"),
     ("vision_tower", "config.json", "mm_vision_tower"),
@@ -32,9 +32,9 @@ WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def identity_of(model_path: str, options: EngineOptions, **asked: object) -> dict[str, object]:
-    """Return everything that must match for stored answers to be reused. asked: the questions, and how they are put.
+    """Return all values that must be equal for stored answers to be reused. asked: questions and prompt settings.
 
-    Checkpoints are compared by content, other models also by path. Raises ConfigError if one doesn't exist.
+    Models are compared by model_digest(). Raises ConfigError if a model doesn't exist.
     """
     engine = dataclasses.asdict(options)
     moved = engine.pop("moved")
@@ -49,8 +49,8 @@ def identity_of(model_path: str, options: EngineOptions, **asked: object) -> dic
 
 
 def _folders_in(model_path: str) -> dict[str, str]:
-    """Return the local folders that a model's settings name, by the flag for a new path: an adapter's base, and a tower
-    that the model doesn't include."""
+    """Return the local folders that a model's settings name, by the flag that would replace the path: an adapter's base
+    model, and a tower that the model's folder doesn't include."""
     found = {}
     for name, file, key in NAMED_FOLDERS:
         path = Path(model_path).expanduser() / file
@@ -65,9 +65,9 @@ def _folders_in(model_path: str) -> dict[str, str]:
 def model_digest(path: str, flag: str = "--model_path") -> str:
     """Return a hash that changes with the model in a folder, or with a weight file.
 
-    A checkpoint's manifest is hashed, because it contains the hashes of its files. For other folders, settings are
-    hashed, and the weight files' names, sizes, modification times and some blocks (hashing 14 GB would take as long as
-    many questions). Raises ConfigError if there is neither, or if a file is not a regular file of its folder.
+    For a checkpoint, hashes the manifest, which contains the hashes of its files. For other folders, hashes settings,
+    and the weight files' names, sizes, modification times and some blocks (hashing 14 GB would take as long as many
+    questions). Raises ConfigError if the path has neither, or if a file is not a regular file of its folder.
     """
     folder = Path(path).expanduser()
     if not folder.exists():
@@ -90,8 +90,8 @@ def model_digest(path: str, flag: str = "--model_path") -> str:
 
 
 def _seen(file: Path, named: bool) -> tuple[int, int, str]:
-    """Return size, modification time and a hash of some blocks, all unchanged in a copy. named: named by the flag
-    itself; such a file may be a link to anywhere.
+    """Return a file's size, modification time and a hash of some blocks. named: True if the flag's value is this file
+    and not its folder; the file may then be a link to anywhere.
     """
     if not named:
         own_file(file)

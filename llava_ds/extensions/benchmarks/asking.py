@@ -1,4 +1,4 @@
-"""Generate answers to all questions on all ranks; the rank count and interruptions don't change an answer."""
+"""Generate answers to all questions on all ranks. Answers don't depend on the rank count or on interruptions."""
 
 from collections.abc import Callable, Container
 
@@ -8,16 +8,16 @@ from llava_ds.extensions.infer.generate import Answer, greedy_answers, prompt_id
 from llava_ds.extensions.infer.load import LoadedModel
 from llava_ds.runtime.ranks import Ranks, gather, progress_bar
 
-# Returns one answer per question; ints: their numbers.
+# Returns one answer per question, given the questions and their numbers.
 Answering = Callable[[list[Question], list[int]], list[Answer]]
 
 
 def plan_batches(loaded: LoadedModel, questions: list[Question], batch_size: int, ranks: Ranks) -> list[list[int]]:
     """Group question numbers into batches of similar length, longest first.
 
-    Batches are the same for any number of ranks. A batch is always run as a whole, because other neighbours change
-    rounding, and so may change a word. Longest first, so a batch that is too large fails at once. Raises DataError for
-    a question that can't be encoded.
+    Batches don't depend on the number of ranks and are never split: the other questions in a batch affect rounding,
+    and so could change a word. The longest batch is first, so that out-of-memory errors come early. Raises DataError
+    for a question that can't be encoded.
     """
     own = [_length(loaded, question) for question in questions[ranks.rank :: ranks.world_size]]
     shares = gather(own, ranks)
@@ -48,9 +48,9 @@ def ask(
     max_new_tokens: int,
     progress: str,
 ) -> None:
-    """Run every batch and pass its answers to keep.
+    """Run every batch and pass its answers to keep().
 
-    Ranks with a whole model each take a share; ranks that share a model run every batch, and rank 0 keeps the answers.
+    Ranks with a whole model each run a share. Ranks that share one model all run every batch; only rank 0 calls keep().
     """
     own = batches[ranks.rank :: ranks.world_size] if loaded.ranks is None else batches
 
@@ -67,7 +67,7 @@ def ask_each(
     keep: Callable[[dict[int, Answer]], None],
     progress: str,
 ) -> None:
-    """Answer question numbers in batches, and pass each batch's answers to keep."""
+    """Answer batches of question numbers, and pass each batch's answers to keep()."""
     with progress_bar(total=sum(map(len, batches)), desc=progress, unit="question") as bar:
         for batch in batches:
             keep(dict(zip(batch, answers_to(batch), strict=True)))

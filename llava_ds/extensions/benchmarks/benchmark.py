@@ -1,4 +1,4 @@
-"""Declarations of benchmarks with one question table, and conversion of their records to questions."""
+"""Declare a benchmark with one question table, and convert its records to questions."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -37,10 +37,10 @@ Options = dict[str, str]  # texts by letter
 class Benchmark:
     """A benchmark's declaration.
 
-    what: its name in messages; metric: a key of scores.METRICS; reference: builds the metric's reference; kinds: the
-    groups of a record; ask: the line after the question; keys: required keys, alternatives separated by |; splits: the
-    parts to read from a folder of parquet files; prepare: reads files in another form, one record per question;
-    written: the prompt in the answers' file; more: additional fields in the answers' file.
+    what: the name in messages; metric: a key of scores.METRICS; reference: builds the metric's reference; kinds:
+    returns a record's score groups; ask: returns the line after the question; keys: required keys, alternatives
+    separated by |; splits: the splits to read from a folder of parquet files; prepare: reads files in other formats,
+    one record per question; written: returns the prompt, and more additional fields, for the answers' file.
     """
 
     what: str
@@ -55,7 +55,7 @@ class Benchmark:
     more: Callable[[dict, Options], dict[str, object]] = lambda record, options: {}
 
     def records(self, given: Given) -> list[dict]:
-        """Read the table's records in --data_path; each has all keys."""
+        """Read the table's records in --data_path. Raises DataError if one lacks a key."""
         return self._read(complete(given), given)
 
     def _read(self, path: str, given: Given) -> list[dict]:
@@ -69,9 +69,9 @@ class Benchmark:
         key: Callable[[dict], object],
         official: Callable[[str], list[dict]] | None = None,
     ) -> list[dict]:
-        """Read the benchmark's own records; for a .jsonl, LLaVA's rows, each completed by the record with the same key.
+        """Read the benchmark's own records, or LLaVA's .jsonl rows, each merged with the official record of its key.
 
-        official: reads the benchmark's own file if it is not a table; example: that file's name.
+        official: reads the benchmark's own file if it is not a table; example: name of this file, for messages.
         """
         read = official or partial(self._read, given=given)
         if not given.data_path.endswith(".jsonl"):
@@ -117,7 +117,7 @@ class Benchmark:
 
 
 def value_of(record: dict, names: str) -> object:
-    """Return a record's value under the first existing name of several, separated by |; None if none exists."""
+    """Return a record's value under the first of several names, separated by |, that it has; None if it has none."""
     return next((record[name] for name in names.split("|") if record.get(name) is not None), None)
 
 
@@ -130,7 +130,7 @@ def text_of(record: dict, names: str) -> str:
 
 
 def texts_of(record: dict, options: Options | None = None) -> list[str]:
-    """Return a record's answers, whatever its options. Raises DataError if it has none."""
+    """Return a record's answers as texts; options is ignored. Raises DataError if it has no answer."""
     texts = [str(each) for each in listed(value_of(record, ANSWER)) if each is not None]
     if not texts or texts == ["?"]:
         raise DataError("has no answer, expected text or a list of texts: this is the test split, scored by a server")
@@ -147,7 +147,7 @@ def options_of(record: dict) -> Options:
 
 
 def letter_of(record: dict, options: Options) -> str:
-    """Convert an answer, a letter or a number from 0, to its option's letter. Raises DataError for other answers."""
+    """Return the letter of a record's answer: a letter, or an option number from 0. Raises DataError for others."""
     answer = texts_of(record)[0].strip()
     letter = chr(ord("A") + int(answer)) if answer.isascii() and answer.isdigit() else answer
     if letter not in (options or "ABCDEFGH") or len(letter) != 1:
@@ -156,7 +156,7 @@ def letter_of(record: dict, options: Options) -> str:
 
 
 def yes_or_no(record: dict) -> str:
-    """Return the reference, yes or no. Raises DataError for other words."""
+    """Return a record's answer, "yes" or "no". Raises DataError for other answers."""
     word = texts_of(record)[0].strip().lower()
     if word not in ("yes", "no"):
         raise DataError(f"has the answer {short(word)}, expected yes or no")
@@ -164,7 +164,7 @@ def yes_or_no(record: dict) -> str:
 
 
 def image_cells(record: dict, asked: str) -> list[object]:
-    """Return a record's images: those that its text mentions as <image 1>, else all."""
+    """Return the images that a record's text mentions, as in <image 1>; all of its images if it mentions none."""
     mentioned = sorted({int(number) for number in re.findall(r"<image ([1-9])>", asked)})
     if any(f"image_{number}" in record for number in mentioned):
         return [record.get(f"image_{number}") for number in mentioned]

@@ -19,8 +19,8 @@ T = TypeVar("T")
 class Given:
     """The command line's flags about the questions.
 
-    data_path: the questions; annotations: answers in another file; split: of ScienceQA or of a folder of records;
-    metric, and turns ("together" or "each"): for LLaVA-format files.
+    data_path: the questions; annotations: the separate file of answers, if any; split: the split to read, for ScienceQA
+    and folders of records; metric, and turns ("together" or "each"): used only for LLaVA-format files.
     """
 
     data_path: str
@@ -58,8 +58,8 @@ def read_records(path: str | Path, what: str, keys: tuple[str, ...]) -> list[dic
 
 
 def records_in(path: str | Path, what: str, content: object, keys: tuple[str, ...], under: str = "data|questions"):
-    """Find the records in a JSON file's content: a list, a list under one of the names, or an object of records by id.
-    Raises DataError if it is not `what`.
+    """Find the records in a JSON file's content. under: alternative names, separated by |, of the list in an object. An
+    object without such a list maps ids to records. Raises DataError if the content is not `what`.
     """
     if isinstance(content, dict):
         lists = [content[name] for name in under.split("|") if isinstance(content.get(name), list)]
@@ -69,9 +69,9 @@ def records_in(path: str | Path, what: str, content: object, keys: tuple[str, ..
 
 
 def checked_records(path: str | Path, what: str, records: object, keys: tuple[str, ...]) -> list[dict]:
-    """Return records. Raises DataError unless they are a list of objects and the first has the keys.
+    """Return the records. Raises DataError unless they are a list of objects and the first one has the keys.
 
-    A key may be several names separated by |.
+    keys: each a name, or alternative names separated by |.
     """
     expected = ", ".join(keys).replace("|", " or ")
     if not isinstance(records, list) or not records:
@@ -122,7 +122,7 @@ def field(record: object, key: str, kind: type | tuple[type, ...]) -> object:
 
 
 class ImageFolder:
-    """Find images in a folder by name; nothing outside the folder is found."""
+    """Find images in a folder by name, never outside the folder."""
 
     def __init__(self, folder: str | None) -> None:
         self.root = None
@@ -143,14 +143,14 @@ class ImageFolder:
 
 
 def matching(answers: dict, key: object, path: str | Path) -> object:
-    """Return the answers to a question in an annotation file. Raises DataError if it has no answers."""
+    """Return a question's answers from an annotation file, by key. Raises DataError if the file has none."""
     if key not in answers:
         raise DataError(f"is the question {short(key)}, but {path} has no answer to it")
     return answers[key]
 
 
 def complete(given: Given) -> str:
-    """Return --data_path of a file that includes the answers. Raises ConfigError if --annotations is given."""
+    """Return --data_path if its file includes the answers. Raises ConfigError if --annotations is also given."""
     if given.annotations is not None:
         raise ConfigError(f"--annotations {given.annotations}: {given.data_path} already has the answers: leave it out")
     return given.data_path

@@ -29,7 +29,7 @@ from llava_ds.extensions.benchmarks.benchmark_files import (
 )
 from llava_ds.files.reading import sha256
 
-SPOOL_VERSION = 1  # raise it when the same file would be spooled differently
+SPOOL_VERSION = 1  # increment if the same file would be spooled differently
 IMAGE_COLUMNS = ("decoded_image", "image", *(f"image_{number}" for number in range(1, 8)))
 LONGEST_INDEX = 64  # maximum characters of an image cell that refers to another row's image
 SAVED = "state.json"  # save_to_disk writes it, or a dataset_dict.json
@@ -46,10 +46,10 @@ def _is_saved(path: str) -> bool:
 
 
 def read_table(path: str, what: str, keys: tuple[str, ...], splits: tuple[str, ...], cache_dir: str) -> list[dict]:
-    """Read the records of a benchmark's file or folder, with Media in their image columns.
+    """Read the records of a benchmark's file or folder. Images inside the table become Media.
 
-    keys: required in the first record, alternatives separated by |; splits: the parts to read from a folder of parquet
-    files, as in validation-00000-of-00001.parquet. Raises ConfigError or DataError for other files.
+    keys: required in the first record, alternatives separated by |; splits: the splits to read from a folder of parquet
+    files, as in validation-00000-of-00001.parquet. Raises ConfigError or DataError for files that don't fit.
     """
     if not is_table(path):
         if path.endswith(".jsonl"):
@@ -74,7 +74,7 @@ def _columns(names: list[str]) -> Columns:
 
 
 def _parquet_files(path: str, splits: tuple[str, ...]) -> list[Path]:
-    """Return the file, or the files of the splits in a folder; all files if no name has a split."""
+    """Return the file; for a folder, the files of the splits, or all files if no file name contains a split."""
     if path.endswith(".parquet"):
         return [Path(path).expanduser()]
     files = sorted(Path(path).expanduser().rglob("*.parquet"))
@@ -87,10 +87,10 @@ def _parquet_files(path: str, splits: tuple[str, ...]) -> list[Path]:
 
 
 def _spooled_records(files: list[Path], rows: partial[Iterator[Row]], cache_dir: str) -> list[dict]:
-    """Read rows, with their images in a folder of the cache.
+    """Read the rows, and write their images to a folder in the cache.
 
-    The folder's name is derived from the files' names and full content: a changed large file may have the same first
-    and last blocks.
+    The folder's name is a hash of the files' names and complete content, because hashes of some blocks could miss a
+    change in a large file.
     """
     try:
         digests = [(file.name, sha256(file)) for file in files]
@@ -112,7 +112,7 @@ def _spooled_records(files: list[Path], rows: partial[Iterator[Row]], cache_dir:
 
 
 def _media(cell: object, spool: str) -> object:
-    """Replace spool references in an image cell by Media. Other values in a row are not references."""
+    """Replace references to the spool in an image cell by Media; return other values unchanged."""
     if isinstance(cell, list):
         return [_media(each, spool) for each in cell]
     if isinstance(cell, dict) and cell.get(REFERENCE) == spool:
@@ -137,7 +137,7 @@ def _tsv_rows(path: str, what: str, store: ImageStore) -> Iterator[Row]:
 
 
 def _stored(cell: str, store: ImageStore) -> object:
-    """Return references to a cell's base64 images, one or a list; other text unchanged."""
+    """Store a cell's base64 image, or list of images, and return references. Returns other text unchanged."""
     if cell.startswith("["):
         return [_stored(each, store) for each in listed(cell)]
     if len(cell) > LONGEST_INDEX:
@@ -149,7 +149,7 @@ def _stored(cell: str, store: ImageStore) -> object:
 
 
 def listed(value: object) -> list:
-    """Return a list, or a list spelled in Python syntax; any other value as the only element."""
+    """Convert a value to a list: parse a list in Python syntax, and put other values into a list of one element."""
     if isinstance(value, str) and value.strip().startswith("["):
         try:
             value = ast.literal_eval(value.strip())
@@ -159,7 +159,7 @@ def listed(value: object) -> list:
 
 
 class RecordImages:
-    """Find images of records: inside the table, in another row by index, or in a folder by name."""
+    """Find a record's image: in its own row, in another row by index, or in a folder by name."""
 
     def __init__(self, records: list[dict], folder: str | None) -> None:
         self._by_index = {str(each["index"]): each.get("image") for each in records if "index" in each}

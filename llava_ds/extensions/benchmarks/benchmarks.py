@@ -1,7 +1,7 @@
-"""Benchmarks with one table of questions: their records, prompts, groups and references.
+"""Declare the benchmarks with one table of questions: their records, prompts, groups and references.
 
-Sources of prompts: LLaVA-1.5's scripts and lmms-eval; of files: the benchmarks' own releases, the Hugging Face hub's
-parquet files, and VLMEvalKit's TSVs.
+Prompts are taken from LLaVA-1.5's scripts and lmms-eval. Supported files are the benchmarks' own releases, the Hugging
+Face hub's parquet files, and VLMEvalKit's TSVs.
 """
 
 import re
@@ -56,7 +56,7 @@ _DISCIPLINE_OF = {subject: name for name, subjects in DISCIPLINES.items() for su
 
 
 def _mmmu_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """Return the validation questions; files may contain others."""
+    """Return the questions of the validation split. Files may contain other splits."""
     records = [each for each in benchmark.records(given) if str(value_of(each, "split|id")).startswith("validation")]
     if not records:
         raise DataError(
@@ -74,7 +74,7 @@ def _mmmu_kinds(record: dict) -> tuple[str, ...]:
 
 
 def _chartqa_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """Read a table, test_human.json, test_augmented.json, or a folder with both."""
+    """Read ChartQA from a table, test_human.json, test_augmented.json, or a folder of these two files."""
     path = Path(complete(given)).expanduser()
     if is_table(given.data_path) or not path.exists():
         return benchmark.records(given)
@@ -102,7 +102,7 @@ DIMENSIONS = ("Scene Understanding", "Instance Identity", "Instance Attributes",
 
 
 def _seed_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """Read image questions from SEED-Bench.json, from LLaVA's question file with it, or from a table."""
+    """Read image questions from a table, SEED-Bench.json, or LLaVA's question file merged with SEED-Bench.json."""
     records = benchmark.paired(given, "SEED-Bench.json", lambda record: str(record.get("question_id")))
     records = [{"image": each.get("data_id"), **each} for each in records]
     return [each for each in records if each.get("data_type", "image") == "image"]
@@ -118,11 +118,11 @@ def _seed_kinds(record: dict) -> tuple[str, ...]:
 
 COGNITION = ("code_reasoning", "commonsense_reasoning", "numerical_calculation", "text_translation")
 PERCEPTION = ("existence", "count", "position", "color", "posters", "celebrity", "scene", "landmark", "artwork", "OCR")
-YES_OR_NO = "Please answer yes or no."  # MME's own prompt; LLaVA's requests a word or phrase
+YES_OR_NO = "Please answer yes or no."  # MME's own prompt; LLaVA's prompt requests a word or phrase instead
 
 
 def _mme_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """Read two questions per image, from the official folder, LLaVA's question file with it, or a table."""
+    """Read two questions per image, from a table, the official folder, or LLaVA's question file merged with it."""
     path = given.data_path
     if path.endswith(".jsonl") or (Path(path).expanduser().is_dir() and not is_table(path)):
         records = benchmark.paired(given, "the folder of MME_Benchmark_release_version", _mme_key, _mme_folder)
@@ -182,7 +182,7 @@ _HINTS = {
 
 
 def _mathvista_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """Read records with metadata, units in the question, and choices only if the answer is a choice."""
+    """Read records. Merges their metadata, adds units to questions, and removes choices from free-form questions."""
 
     def prepared(record: dict) -> dict:
         metadata = record.get("metadata")
@@ -191,7 +191,7 @@ def _mathvista_records(benchmark: Benchmark, given: Given) -> list[dict]:
             record["choices"] = None
         question = text_of(record, "question")
         if question.startswith("Hint:"):
-            record[ASKED] = question  # VLMEvalKit's has choices and unit
+            record[ASKED] = question  # VLMEvalKit's question already contains choices and unit
         elif record.get("unit"):
             record["question"] = f"{question} (Unit: {record['unit']})"
         return record
@@ -230,7 +230,7 @@ _EXPRESSION = "sent|expression|answer|caption"
 
 
 def _refcoco_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """Read a record per expression with its box as pixel corners, from JSONL, MDETR's JSON, or parquet files."""
+    """Read JSONL, MDETR's JSON or parquet files. Returns a record per expression, with its box's corners in pixels."""
     path = given.data_path
     if not is_table(path) and not path.endswith(".jsonl"):
         return _mdetr_records(benchmark, complete(given))
@@ -247,7 +247,7 @@ def _refcoco_records(benchmark: Benchmark, given: Given) -> list[dict]:
 
 
 def _mdetr_records(benchmark: Benchmark, path: str) -> list[dict]:
-    """Read finetune_refcoco_val.json: an image with a caption per expression, and boxes by image."""
+    """Read a file like finetune_refcoco_val.json: one image entry per expression (the caption), and boxes by image."""
     what, content = f"{benchmark.what}'s questions in MDETR's layout", read_json(path)
     keys = ("id", "file_name", "caption", "width", "height")
     images = records_in(path, what, content, keys, "images")
@@ -284,7 +284,7 @@ def _corners(box: list[float]) -> list[float]:
 
 
 def _refcoco_reference(record: dict, options: Options) -> dict[str, object]:
-    """Return the box and the image's (width, height), read from its header if it is inside the table."""
+    """Return the box and the image's size. The size is read from the header if the table lacks it but has the image."""
     size, image = record["size"], record.get("image")
     if size == [None, None] and isinstance(image, Media):
         size = list(image_size(image.refs[0]))
@@ -294,7 +294,7 @@ def _refcoco_reference(record: dict, options: Options) -> dict[str, object]:
 
 
 def _refcoco_kinds(record: dict) -> tuple[str, ...]:
-    """Return the split, from the end of a name or, in parquet files, from its beginning."""
+    """Return the split that is a word of the record's "split" field, often a file name."""
     words = re.split(r"[^A-Za-z]+", str(record["split"]))
     return tuple(split for split in SPLITS if split in words)[:1]
 

@@ -1,7 +1,7 @@
-"""Scores of captions, one per image: CIDEr-D and ROUGE-L.
+"""Score captions, one per image, by CIDEr-D and ROUGE-L.
 
-A caption is a list of words (caption_words). Both functions take the model's captions and, per caption, the
-references of the same image.
+A caption is a list of words from caption_words(). cider() and rouge_l() take the model's captions, and a list of
+reference captions per image.
 """
 
 import math
@@ -16,7 +16,7 @@ PARTED = {
     "'tis": "'t is", "'twas": "'t was",
 }  # fmt: skip
 
-# They keep their full stop; after other words it is dropped.
+# The full stop is kept after these words, and dropped after all others.
 ABBREVIATIONS = (
     "mr mrs ms dr prof jr sr st ave blvd rd bros inc ltd co corp vs etc gen col sgt capt lt gov sen rep rev hon "
     "jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thurs fri"
@@ -50,8 +50,8 @@ _TOKEN = re.compile(
 def caption_words(text: str) -> list[str]:
     """Split a caption into words like COCO's evaluation: lower-case Penn Treebank tokens without punctuation.
 
-    Source: the Stanford tokenizer (CoreNLP 3.4.1, PTBTokenizer -preserveLines -lowerCase) that pycocoevalcap runs in
-    Java, for the text in captions; docs/benchmarks.md lists the differences.
+    Source: the Stanford tokenizer in Java (CoreNLP 3.4.1, PTBTokenizer -preserveLines -lowerCase) that pycocoevalcap
+    runs. docs/benchmarks.md lists the differences.
     """
     text = text.lower().replace("…", "...").replace("’", "'").replace("‘", "`").replace("“", "``").replace("”", "''")
     text = text.replace('"', "''")
@@ -60,15 +60,15 @@ def caption_words(text: str) -> list[str]:
 
 
 LONGEST = 4  # longest n-gram, in words
-SIGMA = 6.0  # width of the penalty for a length that differs from the reference's
+SIGMA = 6.0  # width, in words, of the Gaussian penalty for a difference in length
 BETA = 1.2  # weight of recall against precision in ROUGE-L
 
 NGram = tuple[str, ...]
-Vector = tuple[list[dict[NGram, float]], list[float], int]  # by length of n-gram: weights, norm, and number of pairs
+Vector = tuple[list[dict[NGram, float]], list[float], int]  # weights and norms by n-gram length, and number of bigrams
 
 
 def cider(captions: list[list[str]], references: list[list[list[str]]]) -> list[float]:
-    """CIDEr-D of each caption, 0 to 10. An n-gram's rarity is counted over the images given.
+    """Return the CIDEr-D of each caption, 0 to 10. An n-gram's document frequency is counted over the given images.
 
     Source: "CIDEr: Consensus-based Image Description Evaluation" (arXiv 1411.5726), section 5, as COCO computes it.
     """
@@ -97,7 +97,7 @@ def _ngrams(words: list[str]) -> Counter[NGram]:
 
 
 def _similarity(caption: Vector, reference: Vector) -> list[float]:
-    """Return the cosine per n-gram length, clipped at the reference's counts and reduced for a different length."""
+    """Return the cosine similarity per n-gram length, clipped to the reference's counts, with the length penalty."""
     (own, own_norms, own_length), (theirs, their_norms, their_length) = caption, reference
     penalty = math.exp(-((own_length - their_length) ** 2) / (2 * SIGMA**2))
     similarities = []
@@ -109,13 +109,13 @@ def _similarity(caption: Vector, reference: Vector) -> list[float]:
 
 
 def rouge_l(captions: list[list[str]], references: list[list[list[str]]]) -> list[float]:
-    """ROUGE-L of each caption, 0 to 1, from the best precision and the best recall over its references.
+    """Return the ROUGE-L of each caption, 0 to 1, from the best precision and best recall over its references.
 
     Source: Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004), section 3, as COCO computes it.
     """
     scores = []
     for caption, own in zip(captions, references, strict=True):
-        # The official code treats an empty text as one empty word: two empty texts are equal.
+        # As in the official code, an empty text has one empty word, so two empty texts are equal.
         caption, own = caption or [""], [reference or [""] for reference in own]
         common = [_common_length(caption, reference) for reference in own]
         precision = max(common) / len(caption)
@@ -126,7 +126,7 @@ def rouge_l(captions: list[list[str]], references: list[list[list[str]]]) -> lis
 
 
 def _common_length(one: list[str], other: list[str]) -> int:
-    """Length of the longest common subsequence."""
+    """Return the length of the longest common subsequence."""
     before = [0] * (len(other) + 1)
     for word in one:
         now = [0]

@@ -1,4 +1,4 @@
-"""Read ScienceQA and MMBench: their own files, and the question files of LLaVA's evaluation."""
+"""Read ScienceQA and MMBench, from their own files or from the question files of LLaVA's evaluation."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ GRADES = {f"grade{n}": "G1-6" if n <= 6 else "G7-12" for n in range(1, 13)}
 
 
 def _scienceqa_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """Read the folder of problems.json and pid_splits.json, alone or with llava_test_CQM-A.json."""
+    """Read the folder of problems.json and pid_splits.json, or llava_test_CQM-A.json merged with problems.json."""
     path = Path(given.data_path).expanduser()
     from_llava = not path.is_dir()
     folder = annotations_of(given, benchmark.what, "the folder of problems.json") if from_llava else complete(given)
@@ -72,7 +72,7 @@ def _problem_kinds(problem: dict) -> tuple[str | None, ...]:
 
 
 def _mmbench_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """Read an MMBench TSV, with all rounds of a question if present; later rounds refer to the first round's image."""
+    """Read an MMBench TSV. It may contain several rounds of a question; later rounds use the first round's image."""
 
     def of_row(row: dict) -> dict:
         record = {key: cell for key, cell in row.items() if str(cell).strip().lower() not in ("", "nan", "none")}

@@ -1,5 +1,5 @@
 # Q questions of a task
-"""Answer benchmark questions during training and score them like run/evaluate.py (--eval_tasks)."""
+"""Answer benchmark questions during training, and score the answers like run/evaluate.py (--eval_tasks)."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ TAKEN = ("loss", "step", "seconds", "samples", "broken_samples", "supervised_tok
 MAX_BYTES = 2**20  # size limit of the task file
 BATCH = 16  # questions per batch
 UNBOUNDED = 2**31
-NOT_BY_TASK = {"metric", "turns", "split"}  # keys that benchmarks with their own scoring and files don't use
+NOT_BY_TASK = {"metric", "turns", "split"}  # keys that have no effect on most benchmarks
 
 
 class _Entry(TypedDict):
@@ -59,7 +59,7 @@ _KEYS = set(_Entry.__annotations__)
 
 @dataclass(frozen=True)
 class EvalTask:
-    """Questions of a task and their scoring. max_new_tokens: per answer."""
+    """A task's questions, and the function that scores answers. max_new_tokens: maximum length of an answer."""
 
     name: str
     questions: list[Question]
@@ -135,7 +135,7 @@ def _entries(path: str) -> dict[str, Any]:
 
 
 def open_tasks(plan: Plan, ranks: Ranks) -> EvalMeasure:
-    """Read the questions of --eval_tasks. Returns the function that answers them with a model, and the tasks' names.
+    """Read the questions of --eval_tasks, and return the measure that answers and scores them in evaluations.
 
     Collective. Raises ConfigError or DataError on every rank.
     """
@@ -155,10 +155,10 @@ def refuse_without_rows(tasks: Sequence[EvalTask], encoder: Encoder) -> None:
 
 
 class EvalTasks(Measure):
-    """Answers the questions of all tasks with the current weights and scores the answers.
+    """Answers the questions of all tasks with the current weights, and scores the answers.
 
-    Greedy decoding with a key-value cache and transformers' attention. It uses and changes nothing in the engine: later
-    steps are the same as without evaluation.
+    Decoding is greedy, with a key-value cache and transformers' attention. The engine is not used or changed, so that
+    training continues exactly as it would without evaluations.
     """
 
     def __init__(self, model: LlavaModel, tasks: tuple[EvalTask, ...], plan: Plan, ranks: Ranks) -> None:
@@ -177,8 +177,8 @@ class EvalTasks(Measure):
     def scores(self, precision: torch.autocast) -> dict[str, float]:
         """Return the score of each task by name. Collective.
 
-        precision: the engine's. Raises DataError on every rank for a question that can't be encoded, and for a metric
-        that fails.
+        precision: the engine's autocast. Raises DataError on every rank if a question can't be encoded or a metric
+        fails.
         """
         with whole_weights(self._twin):
             answers = on_every_rank(self._ranks, lambda: self._answers(precision))
@@ -200,7 +200,7 @@ class EvalTasks(Measure):
     def _answers(self, precision: torch.autocast) -> list[dict[int, str]]:
         """Return this rank's share of each task's answers, by question number.
 
-        Batches are the same for any number of ranks, because other neighbours would change rounding.
+        Batches don't depend on the number of ranks, because the other questions in a batch affect rounding.
         """
         found = []
         for task in self._tasks:
@@ -219,7 +219,7 @@ class EvalTasks(Measure):
     def _texts(self, task: EvalTask, numbers: range) -> list[str]:
         rules = DrawRules(1, task.max_new_tokens, self._positions, self._ends, self._images, top_k=1)
         samples = [self._sample(task.questions[number], rules) for number in numbers]
-        # Only the most probable token is left, so any random number will do.
+        # With top_k=1, only the most probable token is left, so the random numbers have no effect.
         drawn = draw_answers(self._twin, samples, [np.zeros((1, task.max_new_tokens))] * len(samples), rules)
         return [self._tokenizer.decode(answer.ids, skip_special_tokens=True).strip() for [answer] in drawn]
 

@@ -29,12 +29,12 @@ class Flags(ExtensionFlags):
 
     @property
     def evaluates(self) -> bool:
-        """True if evaluations have scores."""
+        """True if evaluations include scores of benchmarks."""
         return self.eval_tasks is not None
 
     @property
     def needs(self) -> Mapping[str, str]:
-        """Return the properties that a rank needs to answer alone."""
+        """Return the properties that each rank needs to answer questions without the other ranks."""
         whole = ("whole_matrices", "whole_layers", "whole_sample", "plain_weights")
         return dict.fromkeys(whole, "each answers alone") | {"dense_mlps": "it is untested with these experts"}
 

@@ -1,4 +1,4 @@
-"""Answer with a judge: choose the better of two given answers, or the best of several sampled ones."""
+"""Answer with a judge that chooses the better of two given answers, or the best of several sampled answers."""
 
 import math
 from dataclasses import dataclass
@@ -23,17 +23,17 @@ from llava_ds.train.evaluating.twin import make_twin
 
 
 class Judge:
-    """A model that scores answers: with its value head or, without one, by their log-probability."""
+    """A model that scores answers with its value head, or by their log-probability if it has no value head."""
 
     def __init__(self, flag: str, path: str, options: EngineOptions, ranks: Ranks, must_score: bool = False) -> None:
-        """flag: the flag that names the folder; must_score: refuse a model without a value head. Collective."""
+        """Load the judge. flag: the flag that names its folder; must_score: require a value head. Collective."""
         plan = _plan(flag, path, options, must_score)
         self.has_value_head = plan.model.has_value_head
         self._model = Scorer(plan, options.precision or torch.float32, ranks)
         self._plan, self._encoder = plan, _encoder(plan)
 
     def describe(self) -> str:
-        """Return a line that names the score."""
+        """Return a line that says how answers are scored."""
         return "answers are judged by " + ("the value head" if self.has_value_head else "their log-probability")
 
     def scores(self, prompts: list[Prompt], answers: list[list[str]]) -> list[list[float]]:
@@ -43,7 +43,7 @@ class Judge:
         return [[next(found) for _ in some] for some in samples]
 
     def _samples(self, prompt: Prompt, answers: list[str]) -> list[LoadedSample]:
-        """Return a prompt with each of the answers, over the same images."""
+        """Return a sample for each of the answers: the prompt, its images and the answer."""
         media = media_of(prompt, self._plan.images)
         features = [layout.mark for *_, layout in media]
         tiles = decode_media(media, prompt.blank, self._plan.images)
@@ -61,7 +61,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class Preferring:
-    """Answers each question with the judge's preferred answer of its two; the chosen one if both are equal."""
+    """Answers each question with the one of its two answers that the judge prefers, the chosen answer if both tie."""
 
     judge: Judge
 
@@ -69,7 +69,7 @@ class Preferring:
         pairs = [[question.reference, question.more["rejected"]] for question in questions]
         scores = self.judge.scores([question.prompt for question in questions], pairs)
         return [
-            # Probability that the preferred answer is better, as in training on pairs.
+            # log of the probability that the preferred answer is better, as in training on pairs
             Answer(pair[b > a], -math.log1p(math.exp(-abs(a - b))), 0)
             for pair, (a, b) in zip(pairs, scores)
         ]
@@ -81,7 +81,7 @@ class BestOfN:
     def __init__(
         self, path: str, judge: Judge, rules: tuple[int, int, int], options: EngineOptions, ranks: Ranks
     ) -> None:
-        """rules: n, tokens of the longest answer, and the sampling seed. Collective."""
+        """Load the answering model. rules: n, the maximum tokens per answer, and the sampling seed. Collective."""
         self._plan, self._judge = _plan("--model_path", path, options, False), judge
         count, max_new_tokens, self._seed = rules
         self._encoder, self._tokenizer = _encoder(self._plan), self._plan.model.tokenizer
@@ -102,7 +102,7 @@ class BestOfN:
         scores = self._judge.scores([question.prompt for question in questions], texts)
         answers = []
         for some, own, of in zip(drawn, texts, scores):
-            best = max(range(len(of)), key=of.__getitem__)  # the first among equals
+            best = max(range(len(of)), key=of.__getitem__)  # the first of equal scores
             answers.append(Answer(own[best], round(sum(some[best].log_probs), 4), len(some[best].ids)))
         return answers
 
@@ -116,7 +116,7 @@ class BestOfN:
 
 
 def _plan(flag: str, path: str, options: EngineOptions, must_score: bool) -> FrozenPlan:
-    """Raise ConfigError for folders and options that this inference doesn't support."""
+    """Plan a model for judging or sampling. Raises ConfigError for folders and options that it doesn't support."""
     if options.engine != "hf":
         raise ConfigError(f"--engine {options.engine} can't judge or sample answers: leave it out")
     if given := [f"--{name}" for name in CHECKPOINT_FLAGS if name in options.moved]:
@@ -129,7 +129,7 @@ def _plan(flag: str, path: str, options: EngineOptions, must_score: bool) -> Fro
 
 
 def _encoder(plan: FrozenPlan) -> Encoder:
-    """Return the training encoder, without a length limit; it supervises the last answer."""
+    """Return the encoder of training, without a length limit, and supervising the last answer only."""
     args = plan.args
     options = EncodingOptions(
         args.version,

@@ -1,4 +1,4 @@
-"""Read questions from training files: with references, or from preferences."""
+"""Read questions from files in training formats: records with reference answers, or preferences."""
 
 import json
 from collections import Counter
@@ -17,18 +17,18 @@ from llava_ds.extensions.benchmarks.question import Question
 from llava_ds.extensions.benchmarks.scores import reference_for
 from llava_ds.extensions.infer.generate import Prompt
 
-TURNS = ("together", "each")  # ask a record's questions after each other, or separately
-MIN_SAME_WORDS = 5  # smallest group, if no kinds are given
+TURNS = ("together", "each")  # questions of a record in one conversation, or each without the earlier turns
+MIN_SAME_WORDS = 5  # smallest group of questions with the same words, used if no kinds are given
 MAX_GROUPS = 20
 METRICS_OF_SEVERAL = ("vqa", "caption")  # metrics that allow several reference answers
 LONGEST_NAME = 100  # characters of a question that may become a group's name
 
 
 def llava(given: Given) -> list[Question]:
-    """Read every answered turn of every record, asked after the record's earlier turns, or alone.
+    """Read a question for every answered turn of every record, with or without the record's earlier turns.
 
-    "kind" in a record or in either of a question's two turns groups the scores; "references", a list of texts, replaces
-    a record's last answer.
+    "kind", in a record or in the turn of a question or answer, is the score group. "references", a list of texts,
+    replaces a record's last answer as reference.
     """
 
     def convert(sample: Sample, record: RawRecord, source: Source) -> list[Question]:
@@ -90,9 +90,9 @@ def _sample(record: RawRecord, source: Source) -> Sample:
 
 
 def _scoring(record: RawRecord, source: Source, metric: str) -> tuple[list[str] | None, list[str]]:
-    """Return references and the kinds of the turns ("" if missing): fields of a record outside its conversation.
+    """Return a record's references, None if it has none, and the kind of each turn, "" for none.
 
-    Raises DataError for references that are not texts. record: accepted by to_sample.
+    record: one that to_sample() accepts. Raises DataError for references that are not texts.
     """
     has_answers = source.format == "question_answer" and metric in METRICS_OF_SEVERAL
     if "references" not in record.text and "kind" not in record.text and not has_answers:
@@ -114,7 +114,7 @@ def _scoring(record: RawRecord, source: Source, metric: str) -> tuple[list[str] 
 
 def _questions_of(sample: Sample, scoring: tuple[list[str] | None, list[str]], given: Given) -> list[Question]:
     questions, (references, turn_kinds) = [], scoring
-    # Skip answers with weight 0 (they may be wrong) and calls (they are not text).
+    # Skip answers with weight 0, because they may be wrong, and tool calls, because they are not text.
     answered = [i for i, m in enumerate(sample.messages) if m.role == "gpt" and i > 0 and m.weight and not m.tool_calls]
     if given.turns == "each" and any(message.role == "tool" for message in sample.messages):
         raise DataError("has tool results, but they mean nothing without their calls: leave out --turns each")
@@ -140,13 +140,13 @@ def _questions_of(sample: Sample, scoring: tuple[list[str] | None, list[str]], g
 
 
 def _prompt(sample: Sample, messages: tuple[Message, ...], media: tuple[Media, ...]) -> Prompt:
-    """Return the part of a record's conversation that ends with a question."""
+    """Build the prompt from a record's messages up to a question, and their media."""
     images = tuple(map(_by_path, media))
     return Prompt(messages, images, tools=sample.tools, template_kwargs=sample.template_kwargs)
 
 
 def _by_itself(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return the last question without earlier turns, preceded by their images."""
+    """Return the last question without the earlier turns, but with their system messages and images."""
     *earlier, question = messages
     system = [message for message in earlier if message.role == "system"]
     marks = sum(message.text.count(IMAGE_TOKEN) for message in earlier)
@@ -155,7 +155,7 @@ def _by_itself(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def _grouped_by_words(questions: list[Question]) -> list[Question]:
-    """If many questions share their words, return them with these words as their kind."""
+    """Set the kind of questions that many records repeat to the question's text."""
     counts = Counter(question.asked for question in questions)
     groups = {
         words: " ".join(words.split())
@@ -168,7 +168,7 @@ def _grouped_by_words(questions: list[Question]) -> list[Question]:
 
 
 def _by_path(media: Media) -> str | Media:
-    """Return the path of an image that is a whole file, like other questions have."""
+    """Return the path if the medium is an image in a file of its own, as for other benchmarks; else the medium."""
     [first, *more] = media.refs
     is_file = media.kind == "image" and not more and first.num_bytes < 0 and not media.settings
     return first.path if is_file else media

@@ -1,7 +1,7 @@
 """Normalise answers like VQA's and TextVQA's evaluations before they are compared.
 
-Source: "VQA: Visual Question Answering" (arXiv 1505.00468) and its evaluation code (GT-Vision-Lab/VQA), EvalAI's
-processor in MMF's and LLaVA's version. Their quirks are kept because published figures include them.
+Source: "VQA: Visual Question Answering" (arXiv 1505.00468) and its evaluation code (GT-Vision-Lab/VQA), and EvalAI's
+processor as in MMF and LLaVA. Their bugs are reproduced because they influenced published scores.
 """
 
 import re
@@ -16,7 +16,7 @@ NUMBERS = {
 ARTICLES = {"a", "an", "the"}
 PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 
-# Correct spellings; spellings that lack an apostrophe map to these.
+# Contractions in correct spelling. CONTRACTIONS maps spellings without an apostrophe to them.
 _CONTRACTIONS = """
 ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd he'd've
 he's how'd how'll how's isn't it'd it'd've it'll ma'am mightn't mightn't've might've mustn't must've needn't not've
@@ -31,7 +31,7 @@ CONTRACTIONS = {
     for word in _CONTRACTIONS.split()
     for match in re.finditer("'", word)
 }
-CONTRACTIONS["somebody'd"] = "somebodyd"  # the wrong way round in the official table
+CONTRACTIONS["somebody'd"] = "somebodyd"  # key and value are swapped in the official table
 
 _POINT = re.compile(r"\.(?!\d)")
 _THOUSANDS = re.compile(r"\d,\d")
@@ -39,7 +39,7 @@ MAX_POINTS = 32  # the official code passes re.UNICODE (32) as re.sub's count
 
 
 def vqa_punctuation(text: str) -> str:
-    """Remove punctuation: a mark next to a space is dropped, one between two letters becomes a space."""
+    """Remove punctuation. Drops a mark that occurs next to a space, and replaces other marks by spaces."""
     drops_all = _THOUSANDS.search(text) is not None
     result = text
     for mark in PUNCTUATION:
@@ -66,5 +66,5 @@ def evalai_answer(text: str) -> str:
 
 
 def plain_answer(text: str) -> str:
-    """Return the text in lower case, without surrounding spaces and the full stop."""
+    """Return the text in lower case, without surrounding spaces and final full stops."""
     return text.strip().rstrip(".").lower()

@@ -1,4 +1,4 @@
-"""Read VQAv2, TextVQA, GQA, POPE and COCO captions: their own files, and LLaVA's question files."""
+"""Read VQAv2, TextVQA, GQA, POPE and COCO captions, from their own files or LLaVA's question files."""
 
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def _textvqa_records(benchmark: Benchmark, given: Given) -> list[dict]:
     """Read TextVQA_0.5.1_val.json, alone or with llava_textvqa_val_v051_ocr.jsonl (its texts include OCR tokens)."""
 
     def key(record: dict) -> tuple[str, str]:
-        """Return image and text, the fields that LLaVA's files have."""
+        """Return a record's image and text, the fields that LLaVA's files also contain."""
         if "image_id" in record:
             return str(record["image_id"]), str(record.get("question")).lower()
         # The question is on the first line, or on the second after a line of OCR tokens.
@@ -72,7 +72,7 @@ def _textvqa_records(benchmark: Benchmark, given: Given) -> list[dict]:
 
 
 def _gqa_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """Read testdev_balanced_questions.json, alone or with llava_gqa_testdev_balanced.jsonl."""
+    """Read testdev_balanced_questions.json, or llava_gqa_testdev_balanced.jsonl merged with it."""
 
     def of_record(record: dict) -> dict:
         image, question = field(record, "imageId", (str, int)), field(record, "question", str)
@@ -94,13 +94,13 @@ def _gqa_kinds(record: dict) -> tuple[str, ...]:
 
 
 def _pope_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """Read coco_pope_*.json, a file or a folder, alone or with llava_pope_test.jsonl; or one table."""
+    """Read a table, coco_pope_*.json (a file or a folder), or llava_pope_test.jsonl merged with coco_pope_*.json."""
     path = given.data_path
     if is_table(path):
         return benchmark.records(given)
     from_llava = path.endswith(".jsonl")
     labels = annotations_of(given, "POPE", "the folder of coco_pope_*.json") if from_llava else complete(given)
-    # Keyed by category: adversarial, popular or random.
+    # Lines by category: adversarial, popular or random.
     labelled = {file.stem.split("_pope_")[-1]: _label_lines(file) for file in _label_files(labels)}
     rows = [{**line, "category": kind} for kind, lines in labelled.items() for line in lines]
     if from_llava:
@@ -135,7 +135,7 @@ def _label_files(path: str) -> list[Path]:
 
 
 def _label_lines(file: Path) -> list[dict]:
-    """Read a label file: JSONL, in spite of its name."""
+    """Read a label file. It contains JSONL although its name ends in .json."""
     what, keys = "POPE's questions", ("question_id", "image", ASKED, "label")
     if read_text(file).lstrip().startswith("{"):
         return read_records(file, what, keys)
@@ -143,7 +143,7 @@ def _label_lines(file: Path) -> list[dict]:
 
 
 def _caption_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """Read captions_val2014.json, or another COCO file: one question per image, all its captions as references."""
+    """Read captions_val2014.json or a file like it, as one question per image, with all captions as references."""
     path, what = complete(given), "captions in COCO's layout"
     content = read_json(path)
     images = records_in(path, what, content, ("id", "file_name"), "images")
@@ -171,7 +171,6 @@ GQA = Benchmark(
     keys=("imageId", "question", "answer"),
     prepare=_gqa_records,
 )
-# POPE's own files are JSONL, in spite of their names.
 POPE = Benchmark(
     "POPE",
     "yes_no",

@@ -10,7 +10,7 @@ _AROUND += [(":", ""), (":", ","), (":", "."), (":", ")"), (":", ").")]
 
 
 def named_letter(answer: str, num_choices: int) -> int | None:
-    """Return the option, counted from 0, that "B", "B. text" or "The answer is B." names; None if there is none.
+    """Return the index of the option that an answer like "B", "B. text" or "The answer is B." names, or None.
 
     Source: LLaVA's evaluation of ScienceQA (llava/eval/eval_science_qa.py).
     """
@@ -28,9 +28,9 @@ def named_letter(answer: str, num_choices: int) -> int | None:
 
 
 def matched_letter(answer: str, options: dict[str, str]) -> str | None:
-    """Return the letter that stands alone in an answer, else the letter of the only option whose text is in it.
+    """Return the single letter in an answer, else the letter of the only option whose text the answer contains.
 
-    options: by letter, A to D. An answer that names no option is wrong: no language model interprets it.
+    options: texts by letter, A to D. Returns None if an answer names no option; no language model interprets it.
     Source: "MMBench" (arXiv 2307.06281), section 4.2, step 1, as in its evaluation code.
     """
     pieces = set(answer.split())
@@ -38,7 +38,7 @@ def matched_letter(answer: str, options: dict[str, str]) -> str | None:
         found = [letter for letter in LETTERS if before + letter + after in pieces]
         if len(found) == 1:
             if (before, after) == ("", "") and "A" in pieces and len(answer.split()) > 3:
-                continue  # it may be the article
+                continue  # "A" may be the article
             return found[0]
     lowered = answer.lower()
     found = [letter for letter, text in options.items() if text.lower() in lowered]
@@ -46,7 +46,7 @@ def matched_letter(answer: str, options: dict[str, str]) -> str | None:
 
 
 def says_yes(answer: str) -> bool:
-    """True if an answer means yes: its first sentence has none of the words No, no and not.
+    """True if an answer means yes, that is, if its first sentence has none of the words No, no and not.
 
     Source: POPE (arXiv 2305.10355), evaluate.py.
     """

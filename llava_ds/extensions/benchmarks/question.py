@@ -1,4 +1,4 @@
-"""A question to a model with its reference."""
+"""A benchmark question with its reference, and changes to its images."""
 
 import contextlib
 import hashlib
@@ -15,11 +15,11 @@ from llava_ds.geometry import ImageOptions, coordinate_frame
 
 @dataclass(frozen=True)
 class Question:
-    """One question.
+    """A benchmark question.
 
-    id: from its file, not always unique; # and the turn are added if a record has several questions; prompt: the
-    conversation that ends with it; asked: its text in the answers' file; reference: as the metric expects it
-    (scores.METRICS); kinds: its score groups; more: additional fields in the answers' file.
+    id: the file's id, not always unique, with # and the turn if a record has several questions; prompt: the
+    conversation up to and including the question; asked: the text for the answers' file; reference: the reference in
+    the form that the metric expects (scores.METRICS); kinds: score groups; more: further fields for the answers' file.
     """
 
     id: str | int
@@ -31,7 +31,7 @@ class Question:
 
 
 def _shown(image: str | Media) -> list[object]:
-    """Return an image's or video's location and a hash of some blocks; no hash if the file can't be read."""
+    """Return an image's or video's location, and hashes of some of its blocks if the file can be read."""
     refs = [FileRef(image)] if isinstance(image, str) else image.refs
     rest = [] if isinstance(image, str) else [image.kind, image.settings]
     with contextlib.suppress(OSError, DataError):
@@ -40,7 +40,7 @@ def _shown(image: str | Media) -> list[object]:
 
 
 def without_image(question: Question) -> Question:
-    """Return the question without its images: no features and no marks."""
+    """Return the question without its images and the image marks in its text."""
     messages = tuple(
         replace(m, text=m.text.replace(IMAGE_TOKEN, "").replace(PART_END, "").strip(), keeps_spaces=False)
         for m in question.prompt.messages
@@ -54,7 +54,7 @@ def with_blank_image(question: Question) -> Question:
 
 
 def with_resized_sizes(questions: list[Question], options: ImageOptions) -> list[Question]:
-    """Add the sizes that the model resizes images to, for models that answer with boxes in resized pixels."""
+    """Add each image's size after resizing to the references, if the model's boxes are in pixels of resized images."""
     if options.boxes.bbox_type != "real":
         return questions
     return [
@@ -66,7 +66,7 @@ def with_resized_sizes(questions: list[Question], options: ImageOptions) -> list
 
 
 def digest(questions: list[Question]) -> str:
-    """Hash everything that is asked and compared, and some blocks of every image and video."""
+    """Return a hash of all prompts, references and groups, and some blocks of every image and video."""
     hashed = hashlib.sha256()
     for question in questions:
         messages = [astuple(message) for message in question.prompt.messages]

@@ -23,10 +23,10 @@ class Estimate:
 
 
 def estimates(scored: Scored, resamples: int, seed: int) -> dict[str, dict[str, Estimate]]:
-    """Estimate each metric per question kind, and over all units as "overall", the last key. resamples: 1 or more.
+    """Estimate each metric per question kind, and over all units as "overall", the last key. resamples: at least 1.
 
-    A share of right answers has Wilson's interval (1927), because 20 right of 20 don't mean certainty. Other metrics
-    have a percentile bootstrap (Efron 1979) over units, deterministic for a seed.
+    For a share of correct answers, the interval is Wilson's (1927), because a bootstrap would give no uncertainty for
+    20 correct of 20. For other metrics, it is a percentile bootstrap (Efron 1979) over units, deterministic by seed.
     """
     result, first = {}, next(iter(scored.metrics))
     for kind, chosen in units_of(scored).items():
@@ -45,7 +45,7 @@ def estimates(scored: Scored, resamples: int, seed: int) -> dict[str, dict[str, 
 
 
 def wilson(share: float, number: int) -> tuple[float, float]:
-    """The 95 % interval of a share among a number of units (Wilson 1927)."""
+    """Return the 95 % interval of a share observed in `number` units (Wilson 1927)."""
     z2 = NORMAL**2 / number
     middle = share + z2 / 2
     half = NORMAL * (share * (1 - share) / number + z2 / (4 * number)) ** 0.5
@@ -53,21 +53,21 @@ def wilson(share: float, number: int) -> tuple[float, float]:
 
 
 def units_of(scored: Scored) -> dict[str, np.ndarray]:
-    """Return the unit numbers of each kind, in the kinds' order, and of all units as "overall"."""
+    """Return the indices of each kind's units, sorted by kind, and of all units as "overall"."""
     kinds = sorted({kind for each in scored.kinds for kind in each} - {OVERALL})
     chosen = {kind: np.array([i for i, each in enumerate(scored.kinds) if kind in each]) for kind in kinds}
     return {**chosen, OVERALL: np.arange(len(scored.kinds))}
 
 
-FEW_QUESTIONS = 20  # below this number a score says little
+FEW_QUESTIONS = 20  # with fewer questions, a score is too uncertain
 LONGEST_KIND = 32  # characters
 
 
 def as_json(columns: dict[str, Scored], resamples: int, seed: int) -> dict[str, object]:
     """Return the scores as JSON values.
 
-    scores: [sum, number of units] of the first metric by column and kind; metrics: every metric by column and kind,
-    with its 95 % interval; resamples and seed: of the intervals.
+    scores: [sum, number of units] of the first metric, by column and kind; metrics: every metric with its 95 %
+    interval, by column and kind; resamples and seed: settings of the bootstrap.
     """
     return {
         "metric": next(iter(next(iter(columns.values())).metrics)),
@@ -88,7 +88,7 @@ def as_json(columns: dict[str, Scored], resamples: int, seed: int) -> dict[str, 
 
 
 def interval_lines(scores: dict) -> list[str]:
-    """Return a line per column with every metric over all questions and its interval."""
+    """Return a line per column with the metrics over all questions, and their intervals."""
     lines = []
     for name, kinds in scores["metrics"].items():
         figures = (
@@ -102,7 +102,7 @@ def interval_lines(scores: dict) -> list[str]:
 
 
 def legend(columns: list[str], rows: list[dict], turns: str) -> list[str]:
-    """Explain the table's columns, and the context of later questions in a record."""
+    """Return lines that explain the table's columns, and that later questions of a record include earlier answers."""
     lines = [f"  {name}: {CONDITIONS[name]}" for name in columns if name in CONDITIONS]
     later = sum(row.get("turn", 1) > 1 for row in rows)
     if later and turns == "together":

@@ -39,10 +39,10 @@ Figures = Callable[[np.ndarray], np.ndarray]  # (..., C) means over units -> (..
 
 @dataclass(frozen=True)
 class Scored:
-    """columns (U, C); kinds: the groups of each unit; metrics: functions of the columns' means; per_question: the first
-    metric's score of each question's own answer.
+    """The scores of one evaluation. The first metric is the benchmark's main score, the mean of the first column.
 
-    The first metric, the mean of the first column, is the benchmark's main score.
+    columns (U, C): figures of each unit; kinds: score groups of each unit; metrics: functions of the columns' means;
+    per_question: the main score of each question's answer.
     """
 
     columns: np.ndarray
@@ -67,18 +67,18 @@ def exact_match(questions: list[Question], answers: list[str]) -> Scored:
 
 
 def preferred(questions: list[Question], answers: list[str]) -> Scored:
-    """Score pairs whose chosen answer, the reference, was preferred."""
+    """Return the share of pairs in which the chosen answer (the reference) was preferred."""
     return _per_question("accuracy", [a == q.reference for q, a in zip(questions, answers, strict=True)], questions)
 
 
 def gqa_accuracy(questions: list[Question], answers: list[str]) -> Scored:
-    """Compare exactly, in the form in which LLaVA submits answers to GQA's evaluation."""
+    """Compare answers with references exactly, after the normalisation with which LLaVA submits answers to GQA."""
     right = [a.rstrip(".").lower() == q.reference for q, a in zip(questions, answers, strict=True)]
     return _per_question("accuracy", right, questions)
 
 
 def vqa_accuracy(questions: list[Question], answers: list[str]) -> Scored:
-    """reference: people's answers, as in VQAv2's file. Their punctuation is only removed if they differ."""
+    """Compute VQA accuracy. reference: the annotators' answers; their punctuation is removed only if they differ."""
 
     def score(answer: str, people: list[str]) -> float:
         spelled = [vqa_punctuation(each) for each in people] if len(set(people)) > 1 else people
@@ -90,7 +90,7 @@ def vqa_accuracy(questions: list[Question], answers: list[str]) -> Scored:
 
 
 def textvqa_accuracy(questions: list[Question], answers: list[str]) -> Scored:
-    """reference: people's answers; EvalAI's rules normalise them like the model's."""
+    """Compute TextVQA's accuracy. reference: the annotators' answers, normalised by EvalAI's rules like the model's."""
     scores = [
         _leave_one_out(evalai_answer(a), [evalai_answer(each) for each in q.reference])
         for q, a in zip(questions, answers, strict=True)
@@ -99,7 +99,7 @@ def textvqa_accuracy(questions: list[Question], answers: list[str]) -> Scored:
 
 
 def _leave_one_out(answer: str, people: list[str]) -> float:
-    """Return the mean over the people of min(1, number of others with the same answer / 3).
+    """Return the mean over annotators of min(1, number of other annotators who gave this answer / 3).
 
     Source: VQA (arXiv 1505.00468), section 3.2, as its evaluation code averages it.
     """
@@ -108,7 +108,7 @@ def _leave_one_out(answer: str, people: list[str]) -> float:
 
 
 def yes_no(questions: list[Question], answers: list[str]) -> Scored:
-    """reference: "yes" or "no". Precision and recall count yes as positive, like POPE."""
+    """Score yes-or-no answers. reference: "yes" or "no". As in POPE, yes is the positive class."""
     said = np.array([says_yes(answer) for answer in answers], dtype=bool)
     true = np.array([question.reference == "yes" for question in questions], dtype=bool)
     columns = np.stack([said == true, said & true, said, true], axis=1).astype(np.float64)
@@ -127,18 +127,18 @@ def yes_no(questions: list[Question], answers: list[str]) -> Scored:
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Divide; 0 if the denominator is 0: no yes among answers or labels."""
+    """Return part / whole, or 0 where whole is 0, for example if no answer or label is yes."""
     return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
 
 
 def multiple_choice(questions: list[Question], answers: list[str]) -> Scored:
-    """reference: [index of the correct option, number of options]."""
+    """Score multiple-choice answers. reference: [index of the correct option, number of options]."""
     right = [named_letter(a, q.reference[1]) == q.reference[0] for q, a in zip(questions, answers, strict=True)]
     return _per_question("accuracy", right, questions)
 
 
 def circular_choice(questions: list[Question], answers: list[str]) -> Scored:
-    """reference: [question, correct letter, options by letter]; a question counts if all its rounds are correct.
+    """Score questions as correct if all of their rounds are. reference: [question, correct letter, texts by letter].
 
     Source: MMBench (arXiv 2307.06281), section 4.1, CircularEval.
     """
@@ -157,7 +157,7 @@ def circular_choice(questions: list[Question], answers: list[str]) -> Scored:
 
 
 def caption_scores(questions: list[Question], answers: list[str]) -> Scored:
-    """reference: captions of the same image."""
+    """Score captions by CIDEr-D and ROUGE-L. reference: captions of the same image."""
     captions = [caption_words(answer) for answer in answers]
     references = [[caption_words(each) for each in question.reference] for question in questions]
     columns = np.stack([cider(captions, references), rouge_l(captions, references)], axis=1)
@@ -166,7 +166,7 @@ def caption_scores(questions: list[Question], answers: list[str]) -> Scored:
 
 
 def _graded(grade: Callable[[str, Any], object], *names: str) -> Callable[[list[Question], list[str]], Scored]:
-    """Build a metric with named columns from grade(answer, reference), which returns one number or several."""
+    """Build a metric from a function grade(answer, reference) that returns one number per name."""
 
     def score(questions: list[Question], answers: list[str]) -> Scored:
         grades = [grade(a, q.reference) for q, a in zip(questions, answers, strict=True)]
@@ -178,7 +178,7 @@ def _graded(grade: Callable[[str, Any], object], *names: str) -> Callable[[list[
 
 
 def _mmmu_grade(answer: str, reference: dict) -> tuple[bool, bool]:
-    """Return (correct, no option named). reference: {"answer": letter or texts, "options": texts by letter}."""
+    """Return (is correct, names no option). reference: {"answer": letter or texts, "options": texts by letter}."""
     if not reference["options"]:
         return mmmu_open_match(answer, reference["answer"]), False
     letter = mmmu_letter(answer, reference["options"])
@@ -186,14 +186,14 @@ def _mmmu_grade(answer: str, reference: dict) -> tuple[bool, bool]:
 
 
 def _mathvista_grade(answer: str, reference: dict) -> tuple[bool, bool]:
-    """Return (correct, not parsed: the official code would use a language model)."""
+    """Return (is correct, can't be parsed). The official code would parse the latter with a language model."""
     extraction = mathvista_extraction(answer, reference)
     return extraction is not None and mathvista_match(extraction, reference), extraction is None
 
 
 def ocrbench(questions: list[Question], answers: list[str]) -> Scored:
-    """reference: {"answer": texts, "category": question type}. points: scaled to 1,000 questions, the size of the full
-    file.
+    """Score OCRBench. reference: {"answer": texts, "category": question type}. The metric "points" is scaled to the
+    1,000 questions of the full file.
     """
     grade = _graded(lambda answer, ref: contains_text(answer, ref["answer"], ref["category"]), "accuracy")
     scored = grade(questions, answers)
@@ -201,9 +201,9 @@ def ocrbench(questions: list[Question], answers: list[str]) -> Scored:
 
 
 def mme(questions: list[Question], answers: list[str]) -> Scored:
-    """reference: {"answer": "yes" or "no", "pair": id of the questions about one image}, kinds: category and ability.
+    """Score MME. reference: {"answer": "yes" or "no", "pair": id of an image's questions}; kinds: category and ability.
 
-    An ability's score sums, over its categories, the percentages of correct answers and of fully correct pairs.
+    An ability's score is the sum, over categories, of the percentages of correct answers and of fully correct pairs.
     Source: MME (arXiv 2306.13394), section 2.3.
     """
     right = [first_yes_or_no(a) == q.reference["answer"] for q, a in zip(questions, answers, strict=True)]
@@ -230,10 +230,10 @@ def mme(questions: list[Question], answers: list[str]) -> Scored:
 
 
 def grounding(questions: list[Question], answers: list[str]) -> Scored:
-    """reference: {"answer": box in pixels, "size": (width, height), "resized": size after the model's resize, if
-    known}; correct at an IoU of at least 0.5.
+    """Score boxes as correct at an IoU of at least 0.5, in the box unit in which most answers are correct.
 
-    All answers are read in the box unit in which most are correct.
+    reference: {"answer": box in pixels, "size": (width, height) of the image}, and optionally "resized": its size after
+    the model's resize.
     """
     boxes = [named_box(answer) for answer in answers]
     ious = np.zeros((len(answers), len(BOX_UNITS)))
@@ -274,7 +274,7 @@ METRICS = {
 
 
 def metric_of(name: str) -> Callable[[list[Question], list[str]], Scored]:
-    """Return the metric of a name in METRICS, or path.py:function, loaded by function_of_file.
+    """Return the metric with a name in METRICS, or the function that path.py:function names.
 
     Raises ConfigError if it doesn't exist.
     """
@@ -291,7 +291,7 @@ def metric_of(name: str) -> Callable[[list[Question], list[str]], Scored]:
 
 
 def shown_reference(metric: str, reference: object) -> object:
-    """Return a question's reference in readable form: for multiple choice, its letter."""
+    """Return a question's reference in readable form, for multiple choice the correct letter."""
     if isinstance(reference, dict):
         return reference["answer"]
     if metric == "choice":
@@ -300,7 +300,7 @@ def shown_reference(metric: str, reference: object) -> object:
 
 
 def reference_for(metric: str, texts: list[str]) -> object:
-    """Convert a LLaVA-format record's references to a metric's form. Raises DataError if they don't fit it."""
+    """Convert a LLaVA-format record's references to the form that a metric expects. Raises DataError if it can't."""
     if metric == "caption":
         return texts
     if metric == "vqa":

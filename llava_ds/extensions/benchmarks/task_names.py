@@ -6,4 +6,4 @@ TASK_NAMES = (  # keys of tasks.TASKS
 )
 # Values of --metric for a LLaVA-format file.
 CHOSEN_METRICS = ("exact", "vqa", "yes_no", "choice", "caption")
-TURNS = ("together", "each")  # ask a record's questions after each other, or separately
+TURNS = ("together", "each")  # questions of a record in one conversation, or each without the earlier turns

@@ -14,13 +14,13 @@ from llava_ds.extensions.benchmarks.question import Question
 
 @dataclass(frozen=True)
 class Task:
-    """A benchmark. metric: a key of scores.METRICS; None: the user's --metric."""
+    """A benchmark's reader and metric. metric: a key of scores.METRICS, or None to use --metric."""
 
     read: Callable[[Given], list[Question]]
     metric: str | None
 
 
-# Benchmarks whose files name images in --image_folder.
+# Benchmarks whose files contain names of images in --image_folder.
 WITH_IMAGE_FOLDER = {"caption": CAPTIONS, "vqav2": VQAV2, "textvqa": TEXTVQA, "scienceqa": SCIENCEQA, "gqa": GQA}
 TASKS = {
     "llava": Task(llava, None),
@@ -33,7 +33,7 @@ TASKS = {
 
 
 def read_questions(task: str, given: Given, limit: int | None) -> list[Question]:
-    """Read the first questions of a benchmark, all if limit is None. Raises ConfigError or DataError."""
+    """Read the first `limit` questions of a benchmark, or all if limit is None. Raises ConfigError or DataError."""
     if given.image_folder is None and task in WITH_IMAGE_FOLDER:
         raise ConfigError(f"--image_folder is missing: {task}'s files name images: give their folder")
     questions = TASKS[task].read(given)[:limit]

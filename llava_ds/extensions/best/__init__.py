@@ -1,1 +1,1 @@
-"""The best evaluation: keep its checkpoint, export its model, and stop early when no better one comes."""
+"""Keep the checkpoint with the best evaluation, export its model, and stop early if evaluations stop improving."""

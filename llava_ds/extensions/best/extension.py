@@ -1,7 +1,7 @@
-"""The best evaluation in a run: which checkpoint is kept and becomes the model, and when to stop early.
+"""Keep and export the checkpoint with the best evaluation of a run, and stop the run early.
 
-Everything follows from evals.jsonl and the existing checkpoints, so that a resumed run decides like an uninterrupted
-one.
+All decisions depend only on evals.jsonl and the existing checkpoints, so a resumed run decides like an uninterrupted
+run.
 """
 
 import json
@@ -26,7 +26,7 @@ from llava_ds.train.session import Session
 
 
 class BestCheckpoint(NamedTuple):
-    """The checkpoint with the best evaluation, and its value."""
+    """The checkpoint with the best evaluation, and its value of the metric."""
 
     path: Path
     step: int
@@ -35,7 +35,7 @@ class BestCheckpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Best(Measure):
-    """The rule and a run's evaluations so far. rows: of evals.jsonl, a list that grows. For rank 0."""
+    """The rule, and the run's evaluations so far, on rank 0. rows: rows of evals.jsonl, appended to as the run goes."""
 
     rule: BestRule
     output_dir: Path

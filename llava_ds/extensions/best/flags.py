@@ -1,4 +1,4 @@
-"""The flags of the best evaluation."""
+"""Flags for choosing the best evaluation, and for early stopping."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _, _best = flags_of("best")
 
 @dataclass(frozen=True)
 class Flags(ExtensionFlags):
-    """The flags of the best evaluation."""
+    """Flags for choosing the best evaluation, and for early stopping."""
 
     zeros: ClassVar = {"early_stopping_patience": "leave it out to train to the end"}
 

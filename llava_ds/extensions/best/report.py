@@ -8,7 +8,7 @@ from llava_ds.tracking.run_files import RunFiles
 
 
 class Report(ReportPart):
-    """The best evaluation, and whether the evaluations ended the run."""
+    """Reports the best evaluation, and if early stopping ended the run."""
 
     def __init__(self, run: RunFiles) -> None:
         self.rows, self.rule, self.row = run.evals, None, None

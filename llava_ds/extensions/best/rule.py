@@ -13,8 +13,8 @@ from llava_ds.constants import DataError
 class BestRule:
     """The rule for the best evaluation.
 
-    metric: a name in evals.jsonl; greater: True if larger is better; patience: number of evaluations without a better
-    one that ends a run, None for never; threshold: minimum improvement that counts for patience.
+    metric: a name in evals.jsonl; greater: True if larger is better; patience: end the run after this many evaluations
+    without improvement, None for never; threshold: minimum improvement that counts for patience.
     """
 
     metric: str
@@ -23,7 +23,7 @@ class BestRule:
     threshold: float
 
     def has_value(self, row: dict) -> bool:
-        """Return True if a row of evals.jsonl has the metric. An earlier start may have measured others."""
+        """Return True if a row of evals.jsonl has the metric. Rows from before a resume may have other metrics."""
         return self._name in self._numbers(row)
 
     def value(self, row: dict) -> float:
@@ -47,11 +47,11 @@ class BestRule:
         return found
 
     def is_better(self, value: float, best: float | None) -> bool:
-        """Return True if a value is better than the best so far (None before the first). A nan never is."""
+        """Return True if a value is better than the best so far (None before the first value). NaN is never better."""
         return value == value and (best is None or (value > best if self.greater else value < best))
 
     def best(self, rows: Iterable[dict]) -> dict | None:
-        """Return the row with the best value, the first of equal ones; None if no row has a number."""
+        """Return the first row with the best value; None if no row has a number."""
         chosen, best = None, None
         for row in filter(self.has_value, rows):
             if self.is_better(value := self.value(row), best):

@@ -1,1 +1,1 @@
-"""Classification of images with a text, by a head on the language model's last hidden state."""
+"""Classification of images and text, with a linear head on the language model's last hidden state."""

@@ -1,5 +1,5 @@
 # B samples of a micro-batch, C labels, D width of the language model, n states
-"""Classification: a linear layer on the hidden state of the last token before the answer."""
+"""The head and objective of classification: a linear layer on the hidden state of the last token before the answer."""
 
 import functools
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ STD = 0.02  # standard deviation of the head's initial weights (transformers' in
 class ScoreHead(nn.Linear):
     """The `score` layer of transformers' *ForSequenceClassification: linear, without bias.
 
-    Computed in float32. A module that has its own weight, so that ZeRO-3 gathers it where it is used.
+    Computes in float32. It is a module with its own weight, because ZeRO-3 gathers weights around a module's forward.
     """
 
     def __init__(self, width: int, num_labels: int) -> None:
@@ -36,7 +36,7 @@ class ScoreHead(nn.Linear):
 
 
 class MacroF1(Measure):
-    """The F1 of every label, averaged over the labels that occur in held-out records or predictions."""
+    """The mean of the labels' F1 scores, over all labels that occur in held-out records or in predictions."""
 
     def __init__(self) -> None:
         self._sums: torch.Tensor | None = None
@@ -46,7 +46,7 @@ class MacroF1(Measure):
         return self
 
     def add(self, found: torch.Tensor, truth: torch.Tensor) -> None:
-        """Count true positives, predictions and labels. found, truth (B, C) bool."""
+        """Add the true positives, predictions and labels of a micro-batch to the counts. found, truth: (B, C) bool."""
         sums = torch.stack([(found & truth).sum(0), found.sum(0), truth.sum(0)]).double()
         self._sums = sums if self._sums is None else self._sums + sums
 
@@ -64,8 +64,8 @@ class Classification(SampleObjective):
     """Cross-entropy over the labels, or the mean binary cross-entropy of every label, as in transformers'
     *ForSequenceClassification.
 
-    names: the labels, in the order of the head's outputs; is_multiple: samples have any number of labels; f1: counts
-    predictions in evaluations.
+    names: the labels, in the order of the head's outputs; is_multiple: True if samples may have any number of labels;
+    f1: accumulates predictions during evaluations.
     """
 
     metric_names = METRICS
@@ -99,5 +99,5 @@ class Classification(SampleObjective):
 
 @functools.cache
 def _codes(names: tuple[str, ...], device: torch.device) -> torch.Tensor:
-    """Return the numbers of the labels, (C,) int64."""
+    """Return the integer codes by which records store the labels, (C,) int64."""
     return torch.tensor([code_of(name) for name in names], device=device)

@@ -1,4 +1,4 @@
-"""The classification extension: the head of a model, the labels of the data, and the objective."""
+"""The classification extension: builds the head, checks the data's labels, and replaces the objective."""
 
 import json
 from collections import Counter
@@ -33,9 +33,9 @@ def head(config: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> nn
 
 
 def check_labels(plan: Plan, ranks: Ranks) -> EvalMeasure | None:
-    """Compare the labels of all data with --labels, and print their numbers. Collective.
+    """Compare the labels in all data with --labels, and print how often each label occurs. Collective.
 
-    Raises DataError for an unknown label, for records with several where one is expected, and for one label only.
+    Raises DataError for an unknown label, for a wrong number of labels, and if all training records have one label.
     """
     own = plan.args.own["classify"]
     names = ["the training data", "the held-out data"]
@@ -47,7 +47,7 @@ def check_labels(plan: Plan, ranks: Ranks) -> EvalMeasure | None:
 
 
 def _counted(where: str, dataset: EncodedDataset, own: Flags) -> str:
-    """Count the labels of a data set, in a line to print. Raises DataError."""
+    """Return a line with the count of each label in a data set. Raises DataError like check_labels()."""
     names, several = names_of(own), is_multiple(own)
     texts, counts = dataset.table.column(FIELDS).to_pylist(), Counter()
     for row in dataset.rows.tolist():
@@ -66,7 +66,7 @@ def _counted(where: str, dataset: EncodedDataset, own: Flags) -> str:
 
 
 def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Classification:
-    """Return the objective that replaces the plain one."""
+    """Return the classification objective, as a replacement for `plain`."""
     own, measure = plan.args.own["classify"], plan.own["classify"]
     return Classification(
         plain.num_sources,
@@ -78,7 +78,7 @@ def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Classification:
 
 
 def write_labels(args: ModelArguments, output_dir: Path) -> None:
-    """Write the labels beside the exported head, as transformers' config.json has them."""
+    """Write the labels next to the exported head, in the form of transformers' config.json."""
     own = args.own["classify"]
     found = {"problem_type": own.problem_type, "id2label": dict(enumerate(names_of(own)))}
     write_whole(output_dir / LABELS_FILE, json.dumps(found, indent=1))

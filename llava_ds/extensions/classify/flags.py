@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _classify, _ = flags_of("classify", goes_with="classify")
 
-METRICS = ("accuracy",)  # besides the loss
+METRICS = ("accuracy",)  # in addition to the loss
 NEEDS = {
     "known_samples": "labels and parts of records are counted first",
     "whole_sample": "the last token's hidden state is read there",
@@ -49,7 +49,7 @@ class Flags(ExtensionFlags):
     )
 
     def converted(self) -> "tuple[Flags, list[str]]":
-        """Return the flags with the labels of a file."""
+        """Return the flags, with the labels read from the file if --labels names one."""
         if self.labels is None or not Path(self.labels).is_file():
             return self, []
         try:
@@ -58,13 +58,13 @@ class Flags(ExtensionFlags):
             return self, [f"--labels {self.labels} can't be read: {error}"]
 
     def traits(self, objective: str) -> ObjectiveTraits | None:
-        """Return the traits: records have a question and a label; no answer is learned."""
+        """Return the traits of an objective whose records have a question and a label, and no answer to learn."""
         if objective != "classify":
             return None
         return ObjectiveTraits(one_answer=True, metrics=METRICS, learning_rate=1e-5, needs=NEEDS, fields=LabelField())
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """Yield missing and conflicting flags."""
+        """Yield a line for every missing or conflicting flag."""
         if args.data.data_path is None:
             yield "--objective classify needs --data_path with its records: generated scenes have none"
         if trains_projector_only(args.model):
@@ -91,5 +91,5 @@ def names_of(flags: Flags) -> list[str]:
 
 
 def is_multiple(flags: Flags) -> bool:
-    """Return True if a record has any number of labels."""
+    """Return True if records may have any number of labels."""
     return flags.problem_type == "multi_label_classification"

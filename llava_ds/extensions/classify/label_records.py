@@ -1,4 +1,4 @@
-"""Records with a label, as conversations whose answer is not learned."""
+"""Convert records with a label to conversations whose answer is not learned."""
 
 import json
 from collections.abc import Mapping
@@ -8,18 +8,18 @@ from llava_ds.data.unlearned_answer import code_of, with_answer
 from llava_ds.extensions.plugin_slots import RecordFields
 
 NO_LABEL = "none"
-CLASS = "class"  # key of a converted record: its labels
+CLASS = "class"  # key of the labels in a converted record
 
 
 class LabelField(RecordFields):
-    """The labels of a record: ms-swift's `label`, a text, a whole number, a truth value, or a list of them."""
+    """The labels of a record, in ms-swift's field `label`: a string, an integer, a boolean, or a list of these."""
 
     names = (CLASS,)
     columns = ("label",)
 
     def convert(self, record: dict) -> dict:
-        """Take the label out of the record. It becomes the answer, which is not learned and follows the last token
-        that is read."""
+        """Move the label to the answer. The answer is not learned; the hidden state is read at the token before it, so
+        the model can't see the label."""
         record = dict(record)
         given = record.pop("label", None)
         if given is None:
@@ -28,7 +28,7 @@ class LabelField(RecordFields):
         return with_answer({**record, CLASS: labels}, ", ".join(labels) or NO_LABEL)
 
     def load(self, values: Mapping[str, object]) -> dict:
-        """Return the numbers of the labels' texts, (labels,) int64."""
+        """Return the integer code of each label, (labels,) int64."""
         import torch
 
         return {CLASS: torch.tensor([code_of(each) for each in values[CLASS]], dtype=torch.int64)}

@@ -1,1 +1,1 @@
-"""torch.compile for the repeated layers of tower and language model."""
+"""Apply torch.compile to the repeated layers of tower and language model."""

@@ -1,4 +1,4 @@
-"""torch.compile in a run: refused with another compiler, and applied to layers before the first step."""
+"""Apply torch.compile to layers before the first step; refuse it if the DeepSpeed JSON enables another compiler."""
 
 from collections.abc import Iterator
 
@@ -13,10 +13,10 @@ from llava_ds.extensions.base import Extension, Wrap
 
 
 def compile_layers(model: nn.Module, backend: str | None) -> int:
-    """Compile the repeated layers of tower and language model for any length. Returns their number.
+    """Compile the repeated layers of tower and language model for dynamic lengths. Returns the number of layers.
 
-    Layers instead of the model: they are all alike, so one compilation serves all, and under ZeRO-3 parameters are
-    gathered in hooks around layers.
+    It compiles layers, not the model, because equal layers share one compilation, and because ZeRO-3 gathers
+    parameters in hooks around layers.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for layer in layers:
@@ -25,7 +25,7 @@ def compile_layers(model: nn.Module, backend: str | None) -> int:
 
 
 def check(resolved: ResolvedConfig) -> Iterator[str]:
-    """Yield a line for an unknown backend, and for another compiler."""
+    """Yield a line for an unknown backend, and if the DeepSpeed JSON enables DeepSpeed's compiler."""
     flags = resolved.args.own["compile"]
     if not flags.torch_compile:
         return
@@ -40,7 +40,7 @@ def check(resolved: ResolvedConfig) -> Iterator[str]:
 
 
 class Compiled(Wrap):
-    """Compiles layers when they first run."""
+    """Wraps layers in torch.compile, to compile them when they first run."""
 
     def started(self, new: NewEngine) -> list[str]:
         flags = new.resolved.args.own["compile"]

@@ -24,18 +24,18 @@ class Flags(ExtensionFlags):
 
     @property
     def compiles(self) -> bool:
-        """True unless only a backend is given."""
+        """True if --torch_compile is True; a backend alone compiles nothing."""
         return self.torch_compile
 
     @property
     def needs(self) -> Mapping[str, str]:
-        """Keys of PROPERTIES, each with the reason."""
+        """Return the required keys of PROPERTIES, each with the reason."""
         if not self.torch_compile:
             return {}
         untried = dict.fromkeys(("whole_matrices", "whole_layers", "given_answers"), "nothing else is tested")
         return {**untried, "dense_mlps": "the host reads how many tokens an expert has"}
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """Yield a line for a backend alone. LLaVA-NeXT's scripts name one even with compilation off."""
+        """Yield a line for a backend alone. Allows --torch_compile False with a backend, as in LLaVA-NeXT's scripts."""
         if not self.torch_compile and "torch_compile" not in args.given:
             yield f"--torch_compile_backend {self.torch_compile_backend} needs --torch_compile True"

@@ -1,4 +1,4 @@
-"""The distillation extension: its objective, its teacher, and steps on answers sampled from the student."""
+"""The distillation extension: its objective, its teacher, and training steps on answers sampled from the student."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -25,14 +25,14 @@ from llava_ds.train.plan import PlanDraft
 
 
 def plan_teacher(draft: PlanDraft) -> FrozenPlan:
-    """Plan the teacher. Raises ConfigError if it reads other tokens or images than the student."""
+    """Plan the teacher. Raises ConfigError if its tokens or image preprocessing differ from the student's."""
     path, length = draft.args.own["distill"].teacher_model_name_or_path, draft.args.data.model_max_length
     return plan_frozen("--teacher_model_name_or_path", path, draft.model, draft.images, length, same_tokens=True)
 
 
 @dataclass(frozen=True)
 class GKD(Wrapped):
-    """Divergence from the teacher instead of the cross-entropy; evaluations measure the cross-entropy."""
+    """The objective of training: the divergence from the teacher. Evaluations use the cross-entropy."""
 
     part: "Distillation"
     metric_names = ("divergence", "cross_entropy")
@@ -47,9 +47,9 @@ class GKD(Wrapped):
 
 
 class Distillation(SessionPart):
-    """Holds the teacher, in memory or as log-probabilities on disk. Some steps may train on sampled answers.
+    """Holds the teacher, in memory or as log-probabilities on disk, and samples answers for some of the steps.
 
-    A step does with probability lmbda, decided by --seed and its number alone: all ranks and resumed runs agree.
+    This has probability lmbda, decided only by --seed and the step's number, so all ranks and resumed runs agree.
     """
 
     def built(self, model) -> None:
@@ -76,7 +76,7 @@ class Distillation(SessionPart):
             yield self._drawn(step, window) if is_drawn else window
 
     def _drawn(self, step: int, window: Window) -> Window:
-        """Sample an answer to each prompt, and pack them: equally many micro-batches on every rank. Collective."""
+        """Sample an answer to each prompt, and pack them into the same number of micro-batches per rank. Collective."""
         began, steps = time.perf_counter(), self.plan.steps
         found = [(index, self._prompt(step, index)) for index in chain(*steps.of_rank(step, self.ranks.rank))]
         asked = [(index, prompt) for index, prompt in found if not isinstance(prompt, BrokenSample)]
@@ -93,7 +93,7 @@ class Distillation(SessionPart):
         return replace(window, micro_batches=made, data_wait_s=window.data_wait_s + time.perf_counter() - began)
 
     def _prompt(self, step: int, index: int) -> LoadedSample | BrokenSample:
-        """Return a sample up to one of its answers, chosen at random."""
+        """Return the tokens of a sample that precede one of its answers, chosen at random."""
         sample = self.plan.steps.dataset[index]
         if isinstance(sample, BrokenSample):
             return sample

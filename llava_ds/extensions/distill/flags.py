@@ -53,7 +53,7 @@ class Flags(ExtensionFlags):
         return None if self.gkd_logits_topk else self.teacher_model_name_or_path
 
     def traits(self, objective: str) -> ObjectiveTraits | None:
-        """Return the traits: the records and answers of supervised fine-tuning."""
+        """Return the traits. Records are the same as in supervised fine-tuning."""
         needs = {"whole_layers": "the teacher is not divided into stages", "dense_mlps": "it is untested with experts"}
         if self.gkd_logits_topk:
             needs |= {"known_samples": "its probabilities are written first", "whole_sample": "as it was read"}
@@ -63,12 +63,12 @@ class Flags(ExtensionFlags):
         return ObjectiveTraits(needs=needs) if objective == "gkd" else None
 
     def drawing(self, args: "Arguments") -> Drawing | None:
-        """Return what a step samples, or None."""
+        """Return the amount of sampling in a step; None without --lmbda."""
         size = self.per_device_generation_batch_size
         return Drawing.of(args, self.max_completion_length, size) if self.lmbda else None
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """Yield missing and conflicting flags."""
+        """Yield a line for every missing or conflicting flag."""
         if self.teacher_model_name_or_path is None:
             yield "--objective gkd needs --teacher_model_name_or_path: name the folder of the teacher"
         if self.gkd_logits_topk and self.lmbda:
@@ -82,6 +82,6 @@ class Flags(ExtensionFlags):
                 yield f"--{name} has no effect without --lmbda: give it, or leave this out"
 
     def json_problems(self, config: dict) -> Iterator[str]:
-        """Yield a line if the teacher's weights would be swapped to the student's files."""
+        """Yield a line if parameters are offloaded to NVMe, where both models' weights would use the same files."""
         if (config["zero_optimization"].get("offload_param") or {}).get("device") == "nvme":
             yield "offload_param.device is nvme, where the teacher's weights would overwrite the student's: write cpu"

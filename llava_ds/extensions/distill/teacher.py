@@ -1,8 +1,8 @@
-# S supervised positions, N of the data set, D width of the student, V rows of its output layer, C rows that both models
-# have, K kept tokens, the teacher's most probable ones, n outcomes: C, or K and a rest
-"""Generalised Jensen-Shannon divergence of a student from its teacher: a model in memory, or its kept tokens in a file.
+# S supervised positions of a micro-batch, N of the data set, D student width, V rows of its output layer, C rows that
+# both models have, K the teacher's most probable tokens, n outcomes: C, or K + 1 with all other tokens as one outcome
+"""Generalised Jensen-Shannon divergence of a student from a teacher that is in memory, or whose top K are in a file.
 
-Logits never exist for more than a chunk. Source: GKD (arXiv 2306.13649), equation 1, in the form of TRL's
+Only one chunk of logits is in memory at a time. Source: GKD (arXiv 2306.13649), equation 1, in the form of TRL's
 GKDTrainer.generalized_jsd_loss: beta 0 is the forward divergence KL(teacher || student), beta 1 the reverse.
 """
 
@@ -32,19 +32,19 @@ from llava_ds.runtime.waiting import waiting
 from llava_ds.second_models.forward_identity import forward_digest
 from llava_ds.train.plan import Plan
 
-COPIES = 4  # copies of a chunk's logits in memory, beyond those of the cross-entropy
-MOST = -1e-7  # maximum log-probability of all kept tokens, so that the rest's is finite (TRL's bound)
-VERSION = 2  # raise it when the same data and weights would give other numbers
+COPIES = 4  # how many times shorter than the cross-entropy's chunks are, because more copies of logits are in memory
+MOST = -1e-7  # maximum log-probability of the top K together, to keep the other tokens' log finite (TRL's bound)
+VERSION = 2  # increment if the same data and weights would give different log-probabilities
 
 
 @dataclass(frozen=True)
 class Divergence(LogProbs):
-    """Head for the summed loss (float32 scalar), and each position's loss, divergence and cross-entropy (3, S float64).
+    """Head that returns the summed loss, float32, and the loss, divergence and cross-entropy per position (3, S) fp64.
 
-    A position's loss is its divergence plus sft_alpha times its cross-entropy, times its weight in the batch. num_rows:
-    C; logs: returns the teacher's log-probabilities at some positions, (rows, C) float32, and None, or (rows, K) and
-    the kept tokens' ids (rows, K); weights: parameters that logs reads, which ZeRO-3 may shard. Without logs, as for
-    the teacher's own pass, the hidden states (S, D) from which LogProbs computes, and their soft cap.
+    A position's loss is (divergence + sft_alpha * cross-entropy) * row_weights. num_rows: C; logs: given a slice of
+    positions, returns the teacher's log-probabilities (rows, C) float32 and None, or only for its top K tokens and
+    with their ids, (rows, K) each; weights: parameters that logs() reads and ZeRO-3 may shard. Without logs, in the
+    teacher's own forward pass, it returns the hidden states (S, D) at the positions, and the soft cap of the logits.
     """
 
     num_rows: int = 0
@@ -55,7 +55,7 @@ class Divergence(LogProbs):
     sft_alpha: float = 0.0
 
     def by_row(self, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float | None) -> tuple:
-        """Compute both. hidden: divided by the temperature, as in LogProbs. The cross-entropy undoes that."""
+        """Compute the head's results. hidden: hidden states divided by the temperature, as in LogProbs."""
         if self.logs is None:
             return hidden, softcap
         device = hidden.device.type
@@ -83,7 +83,7 @@ class _Summed(torch.autograd.Function):
             d_logits.mul_(head.sft_alpha * heat)[:, : d_shared.shape[1]] += d_shared
             gradients.add(start, hidden[part], d_logits.mul_(factor).to(hidden.dtype))
             found[1, part], found[2, part] = values, losses
-            del logits, d_logits, d_shared, factor  # free them before the next chunk's
+            del logits, d_logits, d_shared, factor  # free this chunk's tensors before the next are allocated
         found[0] = (found[1] + head.sft_alpha * found[2]) * factors
         ctx.gradients = gradients.summed()
         ctx.mark_non_differentiable(found)
@@ -101,15 +101,15 @@ def divergence(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the divergences (rows,), and their gradients w.r.t. the student's logits (rows, C).
 
-    student, teacher (rows, C): log-probabilities. With ids (rows, K), the kept tokens, teacher (rows, K) has theirs,
-    and all other tokens are one more outcome, as in TRL's ServerDistillationTrainer with loss_add_tail.
+    student, teacher: log-probabilities (rows, C). If ids (rows, K) are given, teacher (rows, K) has the tokens with
+    these ids, and all others count as one outcome, as in TRL's ServerDistillationTrainer with loss_add_tail.
     """
     if ids is not None:
         kept = student.gather(1, ids), teacher
         rests = ((-each.logsumexp(1, keepdim=True).clamp(max=MOST).expm1()).log() for each in kept)
         own, given = (torch.cat(pair, 1) for pair in zip(kept, rests))  # (rows, n)
         values, by_outcome = divergence(own, given, None, beta)
-        by_logit = (student - own[:, -1:]).exp_().mul_(by_outcome[:, -1:])  # shares of the rest's gradient
+        by_logit = (student - own[:, -1:]).exp_().mul_(by_outcome[:, -1:])  # gradients of tokens outside the top K
         return values, by_logit.scatter_(1, ids, by_outcome[:, :-1])
     probs, given = student.exp(), teacher.exp()
     if beta == 0:
@@ -125,7 +125,7 @@ def divergence(
 
 @torch.no_grad()
 def run_teacher(run: Callable[[Batch, Divergence], tuple], head: Divergence, batch: Batch) -> Divergence:
-    """Run a model, or its engine, over a micro-batch; return the divergence from it. Collective at ZeRO-3."""
+    """Run the teacher's model or engine on a micro-batch, and return the head with its logs. Collective at ZeRO-3."""
     hidden, softcap = run(batch, head)
     weight = getattr(run, "module", run).language_model.get_output_embeddings().weight
 
@@ -138,14 +138,14 @@ def run_teacher(run: Callable[[Batch, Divergence], tuple], head: Divergence, bat
 
 
 class KeptTeacher:
-    """Kept distributions of the training data in a file, (N, 2, K) int32: ids + 1, or 0 if missing, and the bits of
-    log-probabilities. Every sample gets its own from the file, in Batch.extra."""
+    """The teacher's top K tokens in a file, (N, 2, K) int32: ids + 1, or 0 if missing, and the bits of their float32
+    log-probabilities. Samples carry their part of it in Batch.extra."""
 
     def __init__(self, live: Callable, head: Divergence, plan: Plan, ranks: Ranks, mesh: Mesh) -> None:
-        """Open the file, written now if it is not there. Collective. live: opens the teacher."""
+        """Open the file, and write it first if it does not exist. Collective. live: opens the teacher."""
         frozen, own, dataset = plan.own["distill"], plan.args.own["distill"], plan.steps.dataset
         self._head, self._kept = head, min(own.gkd_logits_topk, head.num_rows)
-        self._begins = np.concatenate([[0], np.cumsum(dataset.num_targets, dtype=np.int64)])  # of the samples, and N
+        self._begins = np.concatenate([[0], np.cumsum(dataset.num_targets, dtype=np.int64)])  # first row by sample, N
         weights = plan.resume.weights.get("teacher_model_name_or_path") or broadcast_from_first(
             ranks, lambda: {path.name: sha256(path) for path in weight_files(Path(own.teacher_model_name_or_path))}
         )
@@ -157,7 +157,7 @@ class KeptTeacher:
             check_shared_folder(dataset.folder, "--cache_dir", ranks)
             with write_errors(dataset.folder, "the teacher's probabilities"):
                 self._write(live(), plan, ranks, mesh)
-            gc.collect()  # the teacher
+            gc.collect()  # free the teacher
         print_first(f"the teacher's {self._kept:,} most probable tokens: {'' if known else 'written to '}{self._path}")
         self._numbers = np.memmap(self._path, np.int32, "r", shape=(int(self._begins[-1]), 2, self._kept))
         dataset.added = self._of_sample
@@ -169,10 +169,10 @@ class KeptTeacher:
         return {"teacher": torch.from_numpy(numbers)}
 
     def __call__(self, batch: Batch) -> Divergence:
-        """Return the divergence from the numbers of a micro-batch."""
+        """Return the head with the log-probabilities of a micro-batch."""
         targets, found = batch.target_samples, batch.extra.get("teacher", [])
         numbers = torch.cat([targets.new_zeros(0, 2, self._kept, dtype=torch.int32), *found])
-        if len(numbers) > len(targets):  # the ranks left samples out: leave out their numbers
+        if len(numbers) > len(targets):  # samples were left out of the batch: leave out their rows
             samples = torch.cat([targets.new_full((len(each),), i) for i, each in enumerate(found)])
             numbers = numbers[torch.isin(samples, targets)]
         ids, logs = numbers[:, 0].long() - 1, numbers[:, 1].contiguous().view(torch.float32)
@@ -180,7 +180,7 @@ class KeptTeacher:
 
     @torch.no_grad()
     def _write(self, teacher: Callable[[Batch], Divergence], plan: Plan, ranks: Ranks, mesh: Mesh) -> None:
-        """Write the file under a name that other runs don't use. Collective."""
+        """Write the file under a temporary name of this run, then rename it. Collective."""
         dataset, row_bytes = plan.steps.dataset, 8 * self._kept
         chunk = chunk_rows(self._head.num_rows, ranks.device.type)
         part = broadcast_from_first(ranks, lambda: self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp"))

@@ -1,1 +1,1 @@
-"""Checks of a machine and its software before training."""
+"""Check a machine and its software before training."""

@@ -1,4 +1,4 @@
-"""The list of checks that training can start on this machine, and the loop that runs them."""
+"""List the checks of a machine and its software, and run them."""
 
 import contextlib
 import sys
@@ -41,7 +41,7 @@ CHECKS = (
 
 
 def examine(required: Requirements, checks: tuple[Check, ...] = CHECKS) -> Iterator[tuple[str, Finding]]:
-    """Yield each check's name and findings; after a broken import, only run checks that need no imports."""
+    """Yield each check's name and findings. If an import is broken, checks that need imports are skipped."""
     broken = False
     for check in checks:
         if broken and check.needs_imports:
@@ -50,7 +50,7 @@ def examine(required: Requirements, checks: tuple[Check, ...] = CHECKS) -> Itera
         try:
             with contextlib.redirect_stdout(sys.stderr):  # libraries print when they are imported
                 findings = list(check.function(required))
-        except Exception as error:  # a check that fails is a finding about the machine
+        except Exception as error:  # report it as a finding, and run the other checks
             remedy = f"look at {check.function.__module__}.{check.function.__name__}"
             findings = [Finding(PROBLEM, f"the check itself failed: {type(error).__name__}: {error}", remedy)]
         broken = broken or (check.name == "imports" and any(finding.level == PROBLEM for finding in findings))
@@ -59,6 +59,6 @@ def examine(required: Requirements, checks: tuple[Check, ...] = CHECKS) -> Itera
 
 
 def as_lines(name: str, finding: Finding) -> list[str]:
-    """Format a finding for printing: level, check and what was found; the remedy on a second line."""
+    """Format a finding for printing: its level, check and text, and the remedy on a second line."""
     lines = [f"{finding.level:8} {name:16} {finding.found}"]
     return [*lines, f"{'':8} {'':16} -> {finding.remedy}"] if finding.remedy else lines

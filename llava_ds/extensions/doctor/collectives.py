@@ -18,7 +18,7 @@ from pathlib import Path
 from llava_ds.extensions.doctor.requirements import OK, PROBLEM, Finding, Requirements
 from llava_ds.runtime.launchers import free_port
 
-TIMEOUT_S = 180.0  # starting two Pythons on a slow disk takes most of it
+TIMEOUT_S = 180.0  # on a slow disk, starting two Python processes can take most of this
 MARK = "collectives: "
 REMEDIES = {
     "gloo": "set GLOO_SOCKET_IFNAME=lo to test the network; the machine's name must resolve to one of its "
@@ -29,7 +29,7 @@ REMEDIES = {
 
 
 def check_collective(required: Requirements) -> Iterator[Finding]:
-    """Test two CPU ranks, and one rank per GPU, through the deepspeed launcher."""
+    """Test one rank per GPU, and two CPU ranks if there are fewer than two GPUs, through the deepspeed launcher."""
     import torch
 
     num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
@@ -40,7 +40,7 @@ def check_collective(required: Requirements) -> Iterator[Finding]:
 
 
 def try_collective(backend: str, num_ranks: int, timeout_s: float = TIMEOUT_S) -> Finding:
-    """Start ranks, kill them after the time limit, and report their output."""
+    """Start ranks that run main(), and return a finding with their output. Kills them after timeout_s seconds."""
     ranks = ["--num_accelerators", str(num_ranks)] if backend == "gloo" else []
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--log_level", "error"]
     command += [*ranks, "--master_port", str(free_port()), "--module", "llava_ds.extensions.doctor.collectives"]
@@ -57,7 +57,7 @@ def try_collective(backend: str, num_ranks: int, timeout_s: float = TIMEOUT_S) -
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # launcher and ranks: a session of their own
+        os.killpg(process.pid, signal.SIGKILL)  # launcher and ranks have a process group of their own
         process.communicate()
         return Finding(PROBLEM, f"{what} did not end within {timeout_s:.0f} s", REMEDIES[backend])
     lines = [line.strip() for line in output.splitlines() if line.strip()]
@@ -78,7 +78,7 @@ def main() -> None:
     ranks = init_ranks()
     num_machines = len(set(gather(socket.gethostname(), ranks)))
     backend = torch.distributed.get_backend()
-    size = 2 ** (26 if backend == "nccl" else 22)  # bytes, like training's buckets
+    size = 2 ** (26 if backend == "nccl" else 22)  # bytes, similar to the buckets in training
     where = f"{ranks.world_size} rank{'s' if ranks.world_size > 1 else ''} on {num_machines} machine"
     times = measure(ranks.rank, ranks.world_size, ranks.device, size)
     shown = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in times.items())
@@ -87,11 +87,11 @@ def main() -> None:
 
 
 def measure(rank: int, world_size: int, device, num_bytes: int) -> dict[str, float]:
-    """Return the seconds of each collective, best of three. Raises RuntimeError if a result is wrong."""
+    """Return the time of each collective in seconds, the best of three. Raises RuntimeError if a result is wrong."""
     import torch
     import torch.distributed as dist
 
-    part = torch.arange(num_bytes // 4 // world_size, dtype=torch.float32, device=device) % 1000  # exact in any order
+    part = torch.arange(num_bytes // 4 // world_size, dtype=torch.float32, device=device) % 1000  # sums are exact
     whole = torch.cat([part + each for each in range(world_size)])  # rank r holds part + r
     total = world_size * (world_size - 1) / 2  # sum of the rank numbers
 
@@ -110,7 +110,7 @@ def measure(rank: int, world_size: int, device, num_bytes: int) -> dict[str, flo
         return out
 
     empty = torch.empty_like
-    collectives: dict[str, tuple[Callable[[], torch.Tensor], torch.Tensor]] = {  # with the expected result
+    collectives: dict[str, tuple[Callable[[], torch.Tensor], torch.Tensor]] = {  # the call, and the expected result
         "all_reduce": (lambda: into(own.clone(), dist.all_reduce), part * world_size + total),
         "all_gather": (lambda: into(empty(whole), dist.all_gather_into_tensor, own), whole),
         "reduce_scatter": (lambda: into(empty(part), dist.reduce_scatter_tensor, whole.clone()), own * world_size),

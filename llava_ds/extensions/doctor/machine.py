@@ -1,4 +1,4 @@
-"""Checks of the machine: devices, memory, disks, limits, and the network between ranks."""
+"""Check the machine: devices, memory, disks, limits, and the network between ranks."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from llava_ds.files.writing import can_be_made, nearest_folder
 from llava_ds.runtime.launchers import is_loopback_name
 
 GIB = 2**30
-ENOUGH_SHARED_BYTES = 2 * GIB  # images from loader workers, and NCCL's buffers
+ENOUGH_SHARED_BYTES = 2 * GIB  # for images from loader workers, and NCCL's buffers
 ENOUGH_MEMORY_BYTES = 4 * GIB
 ENOUGH_DISK_BYTES, LEAST_DISK_BYTES = 20 * GIB, GIB // 4
 ENOUGH_FILES = 4096
@@ -134,7 +134,7 @@ def check_disks(required: Requirements) -> Iterator[Finding]:
 
 
 def check_nvme(required: Requirements) -> Iterator[Finding]:
-    """Check the JSON's offload folders: DeepSpeed accesses them with O_DIRECT, and needs room and locked memory."""
+    """Check that DeepSpeed can use the JSON's offload folders: it needs O_DIRECT, free space and locked memory."""
     if required.config_problems:
         yield Finding(WARNING, "not checked, because the configuration can't be used")
         return
@@ -162,7 +162,7 @@ def check_network(required: Requirements) -> Iterator[Finding]:
         found = f"{host} resolves to no address that other machines reach: on several, gloo uses the route to rank 0"
         yield Finding(WARNING, found, f"give {host} its address in /etc/hosts, or set GLOO_SOCKET_IFNAME ({listed})")
     gloo, nccl = (os.environ.get(f"{name}_SOCKET_IFNAME", "") for name in ("GLOO", "NCCL"))
-    # NCCL matches prefixes of names; a leading = matches whole names, ^ excludes.
+    # NCCL matches prefixes of interface names. A leading = means exact names, and ^ excludes interfaces.
     exact, wanted = nccl.startswith("="), nccl.removeprefix("=").split(",")
     fits = [name for name in present if (name in wanted if exact else name.startswith(tuple(wanted)))]
     for variable, value, exists in (
@@ -179,7 +179,7 @@ def check_network(required: Requirements) -> Iterator[Finding]:
 
 
 def check_backends(required: Requirements) -> Iterator[Finding]:
-    """Check the collectives' backends: gloo for CPUs and waiting, NCCL for GPUs."""
+    """Check that torch has gloo, needed on CPUs and for waits between ranks, and NCCL if there are GPUs."""
     import torch
 
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
@@ -205,7 +205,7 @@ def _opens_directly(folder: Path) -> bool:
 
 
 def _read_number(path: str) -> int | None:
-    """Read the number in a kernel file; None if the file is missing or says max."""
+    """Return the number in a kernel file; None if the file is missing or contains "max"."""
     with contextlib.suppress(OSError):
         text = Path(path).read_text(encoding="utf-8").strip()
         return int(text) if text.isdecimal() else None

@@ -1,4 +1,4 @@
-"""Findings of checks, and what the flags and the DeepSpeed JSON require of a machine."""
+"""Findings of checks, and the requirements of flags and DeepSpeed JSON on a machine."""
 
 import math
 import os
@@ -12,12 +12,12 @@ from llava_ds.constants import ConfigError
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
-HIDDEN_SIZE = 4096  # a 7B model's, for JSON values derived from it; no check depends on it
+HIDDEN_SIZE = 4096  # a 7B model's value, needed to resolve the JSON; no check depends on it
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check. level: ok; warning: training starts; problem: training can't start."""
+    """One result of a check. level: OK, WARNING if training can start nevertheless, or PROBLEM if it can't."""
 
     level: str
     found: str
@@ -26,12 +26,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Requirements:
-    """Folders and DeepSpeed JSON of a run, and what they require.
+    """Folders and DeepSpeed JSON of a run, and their requirements.
 
-    Properties that depend on the JSON import torch and DeepSpeed: only checks with needs_imports may use them.
-    config: the resolved JSON; None without a JSON or if training would refuse it; config_problems: the reasons; ops:
-    the compiled DeepSpeed operators that training would load, with the JSON keys that need them; nvme_paths: the
-    offload folders, with their JSON keys.
+    Only checks with needs_imports may use the properties that depend on the JSON, because these import DeepSpeed.
+    config: the resolved JSON, None if no JSON is given or training would refuse it; config_problems: why it would
+    refuse it; ops: the compiled DeepSpeed operators that training would load, with the JSON keys that need them;
+    nvme_paths: the offload folders, with their JSON keys.
     """
 
     output_dir: Path
@@ -89,7 +89,7 @@ class Requirements:
 
 
 def _fitting_ranks(raw: dict) -> int:
-    """Return a number of ranks that fits the JSON's batch sizes and groups; the real number is unknown."""
+    """Return a number of ranks that fits the JSON's batch sizes and groups, because the real number is unknown."""
 
     def count(value: object) -> int:
         return value if type(value) is int and value > 0 else 1

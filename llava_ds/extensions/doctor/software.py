@@ -1,4 +1,4 @@
-"""Check installed software: matching package versions, compiler, DeepSpeed's operators, attention."""
+"""Check the installed software: package versions, compiler, DeepSpeed's operators, and attention kernels."""
 
 import contextlib
 import importlib
@@ -64,7 +64,7 @@ def check_packages(required: Requirements) -> Iterator[Finding]:
 
 
 def check_imports(required: Requirements) -> Iterator[Finding]:
-    """Import the packages: even the right version can have a compiled part that doesn't load."""
+    """Import the packages, because even in the right version a compiled part may fail to load."""
     names = ["torch", *["torchvision"] * (importlib.util.find_spec("torchvision") is not None), "deepspeed"]
     for name in [*names, "transformers"]:
         try:
@@ -168,7 +168,7 @@ def check_operators(required: Requirements) -> Iterator[Finding]:
 
 
 def check_attention(required: Requirements) -> Iterator[Finding]:
-    """Check that GPUs have attention for packed samples; on CPUs torch's own is enough."""
+    """Check that a kernel for attention within packed samples is installed, required on GPUs only."""
     import torch
 
     level = PROBLEM if torch.cuda.is_available() else WARNING
@@ -185,7 +185,7 @@ def check_attention(required: Requirements) -> Iterator[Finding]:
 
 
 def _is_built(op: str) -> bool:
-    """True if an earlier run compiled the operator or DeepSpeed came with it."""
+    """True if an earlier run compiled the operator, or DeepSpeed's installation includes it."""
     from deepspeed.git_version_info import installed_ops
 
     from llava_ds.engine.ds_config.native_ops import extensions_folder

@@ -1,6 +1,6 @@
-"""A moving average of the trained weights, as an optimizer state: checkpoints and re-sharding treat it like the others.
+"""A moving average of the trained weights, stored as an optimizer state, so checkpoints and re-sharding include it.
 
-After every step, average = decay * average + (1 - decay) * weight, in fp32, starting from the weights after step 1.
+After every step, average = decay * average + (1 - decay) * weight in fp32. It starts from the weights after step 1.
 """
 
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ STATE = "ema"
 def update_averages(engine, decay: float) -> None:
     """Update the averages after a step.
 
-    A rank averages the weights that it holds. Averages begin with the first step that is not skipped.
+    Each rank averages only its own shard. Averages begin with the first step that is not skipped.
     """
     optimizer = engine.basic_optimizer
     has_none = type(optimizer).__name__ == "SGD" and not any(group["momentum"] for group in optimizer.param_groups)
     for master in masters(engine):
         state = optimizer.state[master] if has_none else optimizer.state.get(master)
-        if not state and not has_none:  # an optimizer takes any state for an initialized one
+        if not state and not has_none:  # adding ours now would make the optimizer skip initializing its own states
             continue
         if STATE not in state:
             state[STATE] = master.detach().clone().float()
@@ -47,7 +47,7 @@ def take_averages(engine, mesh: Mesh) -> None:
 
 
 def _averages(engine, mesh: Mesh) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Yield each trained parameter, as this rank has it without ZeRO's sharding, and its flat average. Collective."""
+    """Yield each trained parameter of this rank with its flat average, gathered over ZeRO's shards. Collective."""
     layout, states = layout_of(engine), engine.basic_optimizer.state
     own: dict[str, list[tuple[torch.Tensor, object]]] = {}
     for master, slot in zip(masters(engine), layout.slots):

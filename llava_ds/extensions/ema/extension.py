@@ -1,4 +1,4 @@
-"""The moving average in a run: updated after every step, and exported at the end."""
+"""Update the moving average of the weights after every step, and export it at the end of the run."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from llava_ds.runtime.ranks import print_first
 
 
 class Average(Hook):
-    """Updates the average after a step, and exports it as a model at the end."""
+    """Updates the average after every step, and exports it as a model at the end."""
 
     def after_step(self, end: StepEnd) -> None:
         update_averages(self.session.engine, self.session.plan.args.own["ema"].ema_decay)
@@ -24,7 +24,7 @@ class Average(Hook):
 
 
 def check(resolved: ResolvedConfig) -> Iterator[str]:
-    """Yield a line for NVMe: DeepSpeed moves only the states in its own list."""
+    """Yield a line if states are offloaded to NVMe, because DeepSpeed offloads only states that it lists itself."""
     if offload_device(resolved.config, "offload_optimizer") == "nvme":
         yield (
             "--enable_ema keeps its own state, but that can't be offloaded to NVMe: set offload_optimizer to "

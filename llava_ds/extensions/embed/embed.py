@@ -1,5 +1,5 @@
-# B parts of a micro-batch, N on all ranks, D width of the language model
-"""Embeddings: a query is pulled towards its positive and away from its hard negatives and the other records' texts."""
+# B parts (queries, positives, negatives) of a micro-batch, N on all ranks, Q queries, D width of the language model
+"""Contrastive training: pull a query towards its positive, away from its negatives and the parts of other records."""
 
 from dataclasses import dataclass, field
 
@@ -21,19 +21,19 @@ TOGETHER = 1024  # queries compared at once
 
 @dataclass(frozen=True)
 class Candidates:
-    """The parts that queries are compared with. parts (N, 3): as in PartField; rows are in the records' order."""
+    """The candidates of queries. parts (N, 3): values as described in PartField, in the order of the records."""
 
     parts: torch.Tensor
 
     @property
     def is_query(self) -> torch.Tensor:
-        """(N,) bool."""
+        """True for the rows that are queries, (N,) bool."""
         return self.parts[:, 0] > 0
 
     def allowed(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the candidates of queries at rows (Q,): (Q, N) bool.
+        """Return which rows are candidates of the queries at `rows` (Q,), as (Q, N) bool.
 
-        Left out are queries, candidates equal to the positive, and positives of an equal query: false negatives.
+        Excludes queries and false negatives: other rows equal to the positive, and positives of an equal query.
         """
         _, code, query = self.parts.T
         is_positive = torch.cat([self.is_query.new_zeros(1), self.is_query[:-1]])
@@ -44,7 +44,7 @@ class Candidates:
 
 
 class Recall(Measure):
-    """The share of held-out queries whose positive is among the first k of all held-out candidates."""
+    """The share of held-out queries whose positive is among the k nearest of all held-out candidates."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._seen = ranks, []
@@ -54,7 +54,7 @@ class Recall(Measure):
         return self
 
     def add(self, vectors: torch.Tensor, parts: torch.Tensor) -> None:
-        """Keep the parts of a micro-batch on this rank. vectors (B, D); parts (B, 3)."""
+        """Store the parts of a micro-batch on this rank. vectors (B, D); parts (B, 3)."""
         self._seen.append((vectors.float().cpu(), parts.cpu()))
 
     def scores(self, precision: torch.autocast) -> dict[str, float]:
@@ -62,7 +62,7 @@ class Recall(Measure):
         self._seen = []
         vectors, parts = (torch.cat(each) for each in zip(*pairs))
         found, counted, places = Candidates(parts), set(), []
-        is_first = [not (code in counted or counted.add(code)) for code in parts[:, 1].tolist()]  # among equal queries
+        is_first = [not (code in counted or counted.add(code)) for code in parts[:, 1].tolist()]  # among equal parts
         for rows in found.is_query.nonzero()[:, 0].split(TOGETHER):
             near = vectors[rows] @ vectors.T  # (Q, N)
             own = near.gather(1, rows[:, None] + 1)
@@ -72,11 +72,11 @@ class Recall(Measure):
 
 @dataclass(frozen=True)
 class Embedding(SampleObjective):
-    """InfoNCE over normalised hidden states, with candidates from all ranks' micro-batches of the same index.
+    """InfoNCE over normalised hidden states, with the candidates in the current micro-batches of all ranks.
 
-    temperature: divisor of the cosines; recall: keeps the vectors of evaluations. Sources: in-batch negatives as in
-    sentence-transformers' MultipleNegativesRankingLoss, the last token as in E5-V (arXiv 2407.12580) and VLM2Vec
-    (2410.05160).
+    temperature: divisor of cosine similarities; recall: collects vectors during evaluations. Sources: in-batch
+    negatives as in sentence-transformers' MultipleNegativesRankingLoss; last-token embeddings as in E5-V (arXiv
+    2407.12580) and VLM2Vec (2410.05160).
     """
 
     metric_names = METRICS
@@ -85,7 +85,7 @@ class Embedding(SampleObjective):
     recall: Recall | None = None
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
-        """Run the model, and compare the vectors of all ranks: this rank's get their full gradient, and are logged."""
+        """Run the model, and compare the vectors of all ranks. Only this rank's get gradients, and are logged."""
         states = engine(batch, self.probe)  # (B, D)
         own = F.normalize(states.double(), dim=1)
         given = batch.extra.get(f"embed.{PART}", [])
@@ -106,7 +106,7 @@ class Embedding(SampleObjective):
 
     def compare(self, vectors: torch.Tensor, found: Candidates) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return per row, (N,) each: the query's loss, whether its positive is the nearest candidate, and how many
-        candidates there are. Rows that are not queries have loss 0 and False; their last value means nothing."""
+        candidates there are. Rows that are not queries have loss 0 and False; ignore their number of candidates."""
         if not len(vectors):
             return (vectors.sum(1),) * 3
         rows = torch.arange(len(vectors), device=vectors.device)
@@ -119,9 +119,9 @@ class Embedding(SampleObjective):
 
 
 def gathered(own: list[torch.Tensor], group: Group) -> tuple[list[torch.Tensor], int]:
-    """Concatenate tensors (B, n) of all ranks of a group; this rank's keep their gradients. Collective.
+    """Concatenate the tensors (B, n) of all ranks in a group. Gradients flow to this rank's only. Collective.
 
-    Returns them, and the row where this rank's begin.
+    Returns the tensors (N, n), and the index of this rank's first row.
     """
     if not torch.distributed.is_initialized() or (world := torch.distributed.get_world_size(group)) == 1:
         return own, 0

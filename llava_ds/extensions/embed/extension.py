@@ -1,4 +1,4 @@
-"""The embeddings extension: data sets of queries, and the objective."""
+"""The embeddings extension: data sets grouped by query, and the objective."""
 
 import copy
 import json
@@ -36,11 +36,11 @@ class Group:
 
 
 class Groups(EncodedDataset):
-    """An encoded data set whose samples are groups of rows; its lengths and counts are sums over the group."""
+    """An encoded data set in which a sample is a group of rows. Lengths and counts are sums over the group."""
 
     @classmethod
     def of(cls, plain: EncodedDataset) -> Self:
-        """Make it from a data set of parts. A record's parts are left out together."""
+        """Group a data set of parts. If one part of a record is missing, the whole record is left out."""
         texts = plain.table.column(FIELDS).to_pylist()
         parts = np.array([json.loads(text)["embed"][PART] if text else [0, 0, 0] for text in texts], np.int64)
         is_there = np.zeros(len(parts), bool)
@@ -91,7 +91,7 @@ class Groups(EncodedDataset):
 def open_groups(
     args: Arguments, tokenizer: PreTrainedTokenizerBase, image_options: ImageOptions, ranks: Ranks
 ) -> Groups:
-    """Open the training data, by query."""
+    """Open the training data, grouped by query."""
     return Groups.of(open_together(args, tokenizer, image_options, ranks))
 
 
@@ -111,7 +111,7 @@ def check_data(plan: Plan, ranks: Ranks) -> EvalMeasure | None:
 
 
 def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Embedding:
-    """Return the objective instead of the plain one."""
+    """Return the embedding objective, as a replacement for `plain`."""
     measure = plan.own["embed"]
     return Embedding(
         plain.num_sources,

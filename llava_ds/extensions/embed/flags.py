@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _embed, _ = flags_of("embed", goes_with="embed")
 
-METRICS = ("accuracy", "candidates")  # besides the loss; candidates: mean number compared with a query
+METRICS = ("accuracy", "candidates")  # in addition to the loss; candidates: mean number of candidates per query
 NEEDS = {
     "known_samples": "labels and parts of records are counted first",
     "whole_sample": "the last token's hidden state is read there",
@@ -42,13 +42,13 @@ class Flags(ExtensionFlags):
     )
 
     def traits(self, objective: str) -> ObjectiveTraits | None:
-        """Return the traits: records have several parts; no answer is learned."""
+        """Return the traits of an objective whose records have several parts, and no answer to learn."""
         if objective != "embed":
             return None
         return ObjectiveTraits(one_answer=True, metrics=METRICS, learning_rate=1e-5, needs=NEEDS, fields=PartField())
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """Yield missing and conflicting flags."""
+        """Yield a line for every missing or conflicting flag."""
         if args.data.data_path is None:
             yield "--objective embed needs --data_path with its records: generated scenes have none"
         if trains_projector_only(args.model):

@@ -1,4 +1,4 @@
-"""Records of a query, its positive and its negatives, as conversations whose answer is not learned."""
+"""Convert a record of a query, its positive and its negatives to conversations whose answer is not learned."""
 
 import json
 import re
@@ -9,15 +9,15 @@ from llava_ds.data.unlearned_answer import IMAGES, QUESTIONS, TURNS, code_of, wi
 from llava_ds.extensions.plugin_slots import RecordFields
 
 UNREAD = "."  # the answer of a part
-PART = "part"  # key of a converted record, see PartField
+PART = "part"  # key of the part's value in a converted record, see PartField
 
 
 class PartField(RecordFields):
-    """A query, its positive, and hard negatives, each a record: ms-swift's messages, positive_messages and
-    negative_messages with images, positive_images and negative_images; or sentence-transformers' anchor, positive and
+    """Splits a record into its query, positive and hard negatives. Formats: ms-swift's messages, positive_messages and
+    negative_messages with images, positive_images and negative_images; sentence-transformers' anchor, positive and
     negative, each a text or {"text": ..., "image": ...}.
 
-    A part's value: [number of the record's parts for its query, else 0; code of its content; code of the query].
+    A part's value is [number of parts in the record (0 if not the query), code of its content, the query's code].
     """
 
     names = (PART,)
@@ -25,7 +25,7 @@ class PartField(RecordFields):
     columns += ("anchor",)
 
     def convert(self, record: dict) -> list[dict]:
-        """Return a record for each part; their answers are not learned. Raises DataError."""
+        """Return a record for each part, with an answer that is not learned. Raises DataError for missing parts."""
         of_query = {name: record[name] for name in (*TURNS, *QUESTIONS, *IMAGES) if record.get(name)}
         queries = _parts(record, "anchor") or ([of_query] if of_query else [])
         positives, negatives = _parts(record, "positive"), _parts(record, "negative")
@@ -44,14 +44,14 @@ class PartField(RecordFields):
         ]
 
     def load(self, values: Mapping[str, object]) -> dict:
-        """Return the value, (3,) int64."""
+        """Return a part's value, (3,) int64."""
         import torch
 
         return {PART: torch.tensor(values[PART], dtype=torch.int64)}
 
 
 def _parts(record: dict, role: str) -> list[dict]:
-    """Return the parts of a role, as records without an answer. Raises DataError."""
+    """Return the parts with a role ("anchor", "positive" or "negative"), as records without an answer."""
     found = [value for name, value in record.items() if re.fullmatch(rf"{role}(_\d+)?", name) and value]
     said, shown = record.get(f"{role}_messages") or [], record.get(f"{role}_images") or []
     said = [said] if said and isinstance(said[0], dict) else said

@@ -1,1 +1,1 @@
-"""Answers in several turns: an environment, a Python class of the user, speaks between them."""
+"""Answers in several turns, with replies from an environment (a Python class of the user) between them."""

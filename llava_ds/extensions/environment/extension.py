@@ -25,8 +25,8 @@ from llava_ds.runtime.ranks import on_every_rank
 from llava_ds.train.evaluating.sampling import Answer, DrawRules, draw_answers, numbers_for
 from llava_ds.train.plan import Plan
 
-Tiles = tuple[torch.Tensor, MediaLayout]  # an image's
-SEVERAL = 2  # images of a conversation: a single one may get another layout
+Tiles = tuple[torch.Tensor, MediaLayout]  # the tiles and layout of an image
+SEVERAL = 2  # number of images to choose the layout for, because a single image may get another layout
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class TurnRules(DrawRules):
 
 
 def used(sample: LoadedSample) -> int:
-    """Return how many tokens follow the prompt, which ends where the model's first turn begins."""
+    """Return the number of tokens after the prompt, that is, from the model's first turn on."""
     return int((sample.labels != IGNORE_INDEX).cummax(0).values.sum())
 
 
 @dataclass(eq=False)
 class Play:
-    """An episode in progress. sample: the prompt with all turns so far, supervised at the model's tokens; ended: the
-    environment ended it; is_over: it, or a limit, did."""
+    """An episode in progress. sample: the prompt with all turns so far, supervised at the model's tokens; ended: True
+    if the environment ended the episode; is_over: True if the environment or a limit ended it."""
 
     game: Game
     sample: LoadedSample
@@ -63,7 +63,7 @@ class Play:
     is_over: bool = False
 
     def add(self, tokens: Sequence[int], speaker: str, text: str, media: Sequence[Tiles] = ()) -> None:
-        """Add a turn."""
+        """Append a turn to the sample. speaker: "model" or "environment"; only the model's tokens are supervised."""
         old, ids = self.sample, torch.tensor(tokens, dtype=torch.int64)
         labels = ids if speaker == "model" else torch.full_like(ids, IGNORE_INDEX)
         both = torch.cat([old.input_ids, ids]), torch.cat([old.labels, labels])
@@ -88,7 +88,7 @@ class Play:
 
 
 class Episodes(Drawer):
-    """Samples episodes with the user's class. Every turn recomputes all tokens before it."""
+    """Samples episodes with the user's class. Sampling a turn recomputes all tokens before it."""
 
     columns: ClassVar = ("turns",)
 
@@ -98,11 +98,11 @@ class Episodes(Drawer):
         self._max_turns, self._max_turn_length = own.max_turns, own.max_turn_length
         self._judges_alone = rl.reward_funcs is None and rl.reward_model_name_or_path is None
         self._images, self._tokenizer, self._encoder = plan.images, plan.model.tokenizer, ObservationEncoder(plan)
-        self._tiles: dict[bytes, Tiles] = {}  # by digest, in one draw: equal images are computed once
+        self._tiles: dict[bytes, Tiles] = {}  # by digest, so that draw() preprocesses equal images once
         self.reward = Reward("environment", 1.0, lambda answers: [one.own for one in answers], of_user=True)
 
     def try_out(self, asked: RolloutPrompt, rules: DrawRules) -> None:
-        """Begin an episode, and pass on the reference as the model's turn."""
+        """Test the user's class with one episode, in which the reference is the model's turn."""
         rules = TurnRules(**{**vars(rules), "num_answers": 1})
         _, [play] = self._begin(asked, (0,), rules)
         with play.game.named():
@@ -133,7 +133,7 @@ class Episodes(Drawer):
         return {"episodes/turns": float(turns), "episodes/bound_ratio": float(bound)}
 
     def _begin(self, asked: RolloutPrompt, seed: Sequence[int], rules: TurnRules) -> tuple[RolloutPrompt, list[Play]]:
-        """Begin the episodes of a prompt, all alike. Also returns the prompt with the first observation."""
+        """Begin a prompt's episodes with equal first observations. Also returns the prompt with this observation."""
         media = media_from_text(self._dataset.row(int(self._dataset.rows[asked.index]))["media"])
         shown = (load_images(one.media, one.sizes, self._images) for one in media if one.media.kind == "image")
         images = [*chain.from_iterable(shown)]
@@ -171,7 +171,7 @@ class Episodes(Drawer):
         return ids, media
 
     def _take(self, play: Play, answer: Answer, rules: TurnRules) -> None:
-        """Add a sampled turn. One without an end marker was cut short by a limit, and ends the episode."""
+        """Add a sampled turn. If it has no end marker, a limit cut it short, and the episode ends."""
         text = self._tokenizer.decode(answer.ids, skip_special_tokens=True).strip()
         play.answers.append(answer)
         play.add(answer.ids, "model", text)
@@ -185,7 +185,7 @@ class Episodes(Drawer):
                     raise DataError(f"no reward came, and only {FLAG} gives any: return one, or name --reward_funcs")
 
     def _go_on(self, play: Play, text: str, rules: TurnRules) -> None:
-        """Pass the model's turn to the environment, and add its observation if another turn may follow."""
+        """Pass the model's turn to the environment, and add the observation if the model may take another turn."""
         shown, rewards, play.ended = play.game.step(text)
         play.rewards += rewards
         play.is_over = play.ended or play.game.turn == self._max_turns

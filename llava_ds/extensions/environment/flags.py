@@ -36,7 +36,7 @@ class Flags(ExtensionFlags):
     }
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """Yield missing and conflicting flags."""
+        """Yield a line for every missing or conflicting flag."""
         if self.environment is None:
             for name in sorted(args.given & {"max_turns", "max_turn_length"}):
                 yield f"--{name} has no effect without --environment: give that, or leave it out"

@@ -1,4 +1,4 @@
-"""The user's class (docs/environment.md has its methods), checks of its results, and their token ids."""
+"""Call the user's class (docs/environment.md lists its methods), check its results, and encode its observations."""
 
 import contextlib
 import hashlib
@@ -26,7 +26,7 @@ EXCHANGE = (Message("human", "x"), Message("gpt", "y"))
 
 
 class Observation(NamedTuple):
-    """A text and images that the model is shown."""
+    """Text and images from the environment for the model."""
 
     text: str
     images: tuple[Image.Image, ...] = ()
@@ -38,7 +38,7 @@ class Observation(NamedTuple):
 
 
 def class_of_file(name: str) -> type:
-    """Load the flag's class. Raises ConfigError if it is missing, or lacks a method."""
+    """Load the class that --environment names. Raises ConfigError if it is missing, or lacks a method."""
     found = attribute_of_file(FLAG, name, "class")
     for method in ("reset", "step"):
         if not callable(getattr(found, method, None)):
@@ -48,7 +48,7 @@ def class_of_file(name: str) -> type:
 
 @dataclass
 class Game:
-    """An object of the user's class. name: the flag's value; record: its id; turn: turns of the model so far."""
+    """An instance of the user's class. name: the flag's value; record: the record's id; turn: model turns so far."""
 
     name: str
     record: str
@@ -57,7 +57,7 @@ class Game:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Add flag, record and turn to the message of a DataError."""
+        """Return a context that adds flag, record and turn to the message of a DataError."""
         try:
             yield
         except DataError as error:
@@ -65,7 +65,7 @@ class Game:
             raise DataError(f"{FLAG} {self.name}, record {self.record!r}, turn {self.turn}: {error}{at}") from error
 
     def begin(self, kind: type, record: dict[str, object], seed: int) -> Observation | None:
-        """Make the object and reset it. Returns the first observation, None for the record's question."""
+        """Create the object and reset it. Returns the first observation, None to use the record's question."""
         self.own = _call("the constructor", kind)
         found = _call("reset", self.own.reset, record, seed)
         return None if found is None else _observation("reset", found)
@@ -80,7 +80,7 @@ class Game:
         return None if is_over else _observation("step", observation), _rewards("step", reward), bool(is_over)
 
     def last_reward(self) -> list[float]:
-        """Return the reward of get_reward, if the class has it and gives one."""
+        """Return the reward from get_reward() in a list, empty if the class has no such method or it returns None."""
         return _rewards("get_reward", _call("get_reward", getattr(self.own, "get_reward", lambda: None)))
 
 
@@ -116,7 +116,7 @@ def _observation(what: str, found: object) -> Observation:
 
 
 class ObservationEncoder:
-    """Encodes observations, as conversations that train: the first question, or the text between two answers."""
+    """Encodes observations like conversations in training, as the first question or as text between two answers."""
 
     def __init__(self, plan: Plan) -> None:
         version = plan.args.model.version
@@ -135,7 +135,7 @@ class ObservationEncoder:
             )
 
     def ids(self, shown: Observation, marks: Sequence[int | ImageText] = (), opens: bool = False) -> list[int]:
-        """Return the ids up to the next answer, from the last one's end marker, or from the start if `opens`."""
+        """Return the ids from the previous answer's end marker (from the start if `opens`) up to the next answer."""
         question = Message("human", f"{IMAGE_TOKEN}\n" * len(shown.images) + shown.text)
         ids, start = self._encoded((*(() if opens else EXCHANGE), question, EXCHANGE[1]), marks)
         return ids[0 if opens else self._opened : start].tolist()

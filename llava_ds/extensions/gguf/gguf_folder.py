@@ -1,7 +1,6 @@
 # D width of a matrix's input, H attention heads
-"""The folder for llama.cpp and Ollama: the language model and the tower with its projector as GGUF, and a Modelfile.
-
-Names, keys and layouts follow llama.cpp's convert_hf_to_gguf.py and tools/mtmd/clip.cpp.
+"""Write a folder for llama.cpp and Ollama: one GGUF file of the language model, one of the tower and projector, and a
+Modelfile. Names, keys and layouts follow llama.cpp's convert_hf_to_gguf.py and tools/mtmd/clip.cpp.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ from llava_ds.extensions.gguf.gguf_tokenizer import add_tokenizer, modelfile
 from llava_ds.extensions.gguf.ready_tower import READY, WARM_UP_SIDE, ready_problem, ready_template, ready_tower
 
 MODEL_FILE, TOWER_FILE, MODELFILE = "model.gguf", "mmproj.gguf", "Modelfile"
-# transformers' model_type: llama.cpp's architecture
+# llama.cpp's architecture by transformers' model_type
 ARCHITECTURES = {
     "llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen2_vl_text": "QWEN2VL", "qwen2_5_vl_text": "QWEN2VL",
 }  # fmt: skip
@@ -35,10 +34,10 @@ _TOWER_LAYER = re.compile(r"vision_tower\.vision_model\.encoder\.layers\.(\d+)\.
 
 
 def with_gguf_type(export: ExportPlan, dtype: str) -> ExportPlan:
-    """Return the plan with the type of its matrices. dtype: --dtype's value.
+    """Return the plan with the data type of matrices and the chat template. dtype: --dtype's value.
 
-    Raises ConfigError for an unknown type, for a model that llama.cpp lacks or computes differently, and if the package
-    gguf is missing.
+    Raises ConfigError for an unknown type, for a model that llama.cpp doesn't support or computes differently, and if
+    the package gguf is missing.
     """
     if dtype == "auto":
         dtype = "float32" if export.dtype == torch.float32 else "float16"
@@ -101,8 +100,8 @@ def _other_tower(export: ExportPlan) -> str | None:
 def write_gguf(export: ExportPlan, entries: list[Entry], output_dir: Path) -> None:
     """Write model.gguf, mmproj.gguf and Modelfile, with one tensor in memory at a time.
 
-    export: from with_gguf_type; entries: the model's tensors, by their names in this project. Raises ConfigError for a
-    tokenizer that llama.cpp would read differently, and for weights too large for float16.
+    export: from with_gguf_type; entries: the model's tensors, under their names in this project. Raises ConfigError for
+    a tokenizer that llama.cpp would interpret differently, and for weights too large for float16.
     """
     if export.model.architecture is None:
         entries = hf_entries(export, entries)
@@ -126,7 +125,7 @@ def _write_language_model(export: ExportPlan, entries: list[Entry], path: Path) 
         name = names.get_name(entry.name.removeprefix(_LANGUAGE_MODEL), try_suffixes=(".weight", ".bias"))
         assert name is not None, f"llama.cpp has no name for {entry.name}"
         if name == "output.weight" and export.names.tied_in_hf:
-            continue  # llama.cpp uses the embeddings
+            continue  # without this tensor, llama.cpp uses the embeddings
         heads = num_heads.get(entry.name.split(".")[-2]) if arch == gguf.MODEL_ARCH.LLAMA else None
         read = entry.read if heads is None else lambda read=entry.read, heads=heads: interleaved(read(), heads)
         tensors.append(dataclasses.replace(entry, name=name, read=read))
@@ -142,21 +141,22 @@ def _write_language_model(export: ExportPlan, entries: list[Entry], path: Path) 
 
 
 def interleaved(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Reorder the rows of q or k for llama.cpp's Llama: rotated pairs become adjacent, instead of in two halves.
+    """Reorder the rows of q or k for llama.cpp's Llama, where a pair that is rotated together is adjacent.
 
-    weight (H * head width, D), or a bias. Source: LlamaModel.permute in llama.cpp's conversion.
+    In transformers, each half of a head has one element of every pair. weight (H * head width, D), or a bias. Source:
+    LlamaModel.permute in llama.cpp's conversion.
     """
     halves = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
 def _add_language_model(writer, config, rows: int) -> None:
-    """Add the keys of a language model's shape and positions."""
+    """Add the keys for a language model's dimensions and positions. rows: number of embedding rows."""
     import gguf
 
     length, rope = config.max_position_embeddings, config.rope_parameters
     head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # Up to the window's length, attention with a window equals attention without.
+    # In contexts up to the window's length, attention with a window equals full attention.
     window = config.sliding_window if config.model_type == "mistral" else None
     writer.add_vocab_size(rows)
     writer.add_context_length(length if window is None else min(length, window))
@@ -178,9 +178,9 @@ def _add_language_model(writer, config, rows: int) -> None:
 
 
 def _rope_factors(config) -> torch.Tensor | None:
-    """Return the factors by which llama.cpp divides the rotary frequencies; None for Llama 1 to 3.
+    """Return the factors by which llama.cpp divides the rotary frequencies, (head width / 2,).
 
-    Shape (head width / 2,). transformers computes the frequencies themselves.
+    Returns None if the rope type isn't llama3. transformers computes scaled frequencies instead of such factors.
     """
     if config.rope_parameters["rope_type"] != "llama3":
         return None
@@ -231,7 +231,7 @@ def _write_ready_tower(export: ExportPlan, entries: list[Entry], path: Path) -> 
 
 
 def _tower_writer(export: ExportPlan, path: Path, projector: str, size: int, num_layers: int):
-    """Return a GGUFWriter with the keys of every tower. projector: its name in llama.cpp; size: of an image."""
+    """Return a GGUFWriter with the keys that all towers need. projector: its name in llama.cpp; size: image side."""
     import gguf
 
     tower, spec = export.model.tower, export.model.images
@@ -248,16 +248,16 @@ def _tower_writer(export: ExportPlan, path: Path, projector: str, size: int, num
     writer.add_vision_feed_forward_length(tower.mlp_width)
     writer.add_vision_block_count(num_layers)
     writer.add_vision_head_count(getattr(config, "num_heads", None) or config.num_attention_heads)
-    # Qwen-VL's is a constant in transformers.
+    # Qwen-VL's configuration has no such field, because transformers' code contains the value.
     writer.add_vision_attention_layernorm_eps(getattr(config, "layer_norm_eps", 1e-6))
     writer.add_vision_projection_dim(export.model.text_config.hidden_size)
     return writer
 
 
 def type_of(name: str, shape: tuple[int, ...], wanted: str):
-    """Return the gguf.GGMLQuantizationType of a tensor. wanted: for matrices, one of TYPES' values.
+    """Return the gguf.GGMLQuantizationType of a tensor. wanted: the type for matrices, one of TYPES' values.
 
-    Vectors and position embeddings stay fp32; matrices that q8_0's blocks of 32 don't divide become float16.
+    Vectors and position embeddings stay fp32. Matrices whose width isn't a multiple of q8_0's 32 become float16.
     """
     from gguf import GGMLQuantizationType as Type
 
@@ -269,7 +269,7 @@ def type_of(name: str, shape: tuple[int, ...], wanted: str):
 
 
 def _write(writer, entries: list[Entry], export: ExportPlan) -> None:
-    """Write the file: the metadata of all tensors, then one tensor after the other."""
+    """Write the file: first the metadata of all tensors, then the tensors, one at a time."""
     import gguf
 
     wanted = TYPES[export.matrix_type]

@@ -1,4 +1,4 @@
-"""A tokenizer, its chat template and Ollama's Modelfile in the form that llama.cpp and Ollama read."""
+"""Convert a tokenizer and its chat template for llama.cpp, and write Ollama's Modelfile."""
 
 import json
 from collections.abc import Iterable
@@ -13,8 +13,8 @@ from llava_ds.data.templates import TEMPLATES, render, resolve_template
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.tokenizer import SPACE, begins_with_bos
 
-# Expressions with which byte-level tokenizers split a text first, and llama.cpp's names for them. Only Llama 3's uses a
-# token for a word that is one, whatever the merges say. SmolLM's divides numbers into digits, then as GPT-2's.
+# Regular expressions by which byte-level tokenizers pre-split text: llama.cpp's name for each, and True if the merges
+# are ignored for words that are tokens themselves (Llama 3). SmolLM splits digits first, then like GPT-2.
 _DIVIDES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -26,9 +26,9 @@ PRE_TOKENIZERS = {
 
 
 def add_tokenizer(writer, export: ExportPlan, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
-    """Add the tokenizer's keys to a gguf.GGUFWriter. tokenizer: the exported one; rows: of the embeddings.
+    """Add the keys of the exported tokenizer to a gguf.GGUFWriter. rows: number of embedding rows.
 
-    Raises ConfigError for tokenizers that llama.cpp would read differently.
+    Raises ConfigError for tokenizers that llama.cpp would interpret differently.
     """
     from gguf import TokenType
 
@@ -70,8 +70,8 @@ def add_tokenizer(writer, export: ExportPlan, tokenizer: PreTrainedTokenizerBase
 def _add_ends(writer, export: ExportPlan, tokenizer: PreTrainedTokenizerBase) -> None:
     """Add the special tokens and the chat template.
 
-    llama.cpp adds bos itself, and removes it from the template's text; a template that was trained as one text already
-    contains all of its tokens.
+    llama.cpp adds bos itself and removes it from the template's output, except for templates that training tokenizes
+    as one text, bos included.
     """
     args = export.args
     version = resolve_template(args.version)
@@ -100,10 +100,10 @@ _BYTES = frozenset(f"<0x{value:02X}>" for value in range(256))
 
 
 def _scores(tokenizer: PreTrainedTokenizerBase, model: dict, merges: list[tuple[str, str]]) -> dict[str, float]:
-    """Return the scores by which llama.cpp joins tokens, highest first: minus the rank of the first merge to a token.
+    """Return each token's score: minus the rank of its first merge. llama.cpp joins tokens by highest score.
 
-    llama.cpp has no merges: it joins any two tokens whose text is a token. That is equivalent if every token is
-    tokenized as itself, and all merges to a token are consecutive.
+    llama.cpp doesn't read merges, but joins any two tokens whose text is a token. The result is the same if the merges
+    tokenize every token's text as that token, and if all merges that produce a token are consecutive.
     """
     name = tokenizer.name_or_path
     if missing := _BYTES - model["vocab"].keys():
@@ -119,7 +119,7 @@ def _scores(tokenizer: PreTrainedTokenizerBase, model: dict, merges: list[tuple[
 
 
 def _check_merges(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]) -> None:
-    """Raise ConfigError if merges don't tokenize each token's text as that token."""
+    """Raise ConfigError if the merges split the text of any token, because llama.cpp would not split it."""
     name, tokenize = tokenizer.name_or_path, tokenizer.backend_tokenizer.model.tokenize
     added = {added.content for added in tokenizer.added_tokens_decoder.values()}
     for token in sorted(set(tokens) - added):
@@ -140,7 +140,7 @@ def _pre_steps(content: dict) -> list[dict]:
 
 
 def _pre_tokenizer(content: dict, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return llama.cpp's name for a byte-level tokenizer's way of splitting a text."""
+    """Return llama.cpp's name for the pre-tokenizer of a byte-level tokenizer."""
     *first, last = _pre_steps(content)
     pattern = None
     if first:
@@ -158,10 +158,10 @@ def _pre_tokenizer(content: dict, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def modelfile(export: ExportPlan, files: tuple[str, str]) -> str:
-    """Return Ollama's Modelfile with the trained prompt. files: of the language model and of the tower.
+    """Return Ollama's Modelfile with the prompt format of training. files: names of the model's and the tower's file.
 
-    Ollama inserts images at [img] in a message; for a template that is not one of ours it uses the file's chat
-    template.
+    Ollama inserts images at [img] in a message. Only templates of this project are written to the Modelfile; for
+    others, Ollama uses the chat template in the GGUF file.
     """
     lines = [f"FROM ./{file}" for file in files]
     version = resolve_template(export.args.version)

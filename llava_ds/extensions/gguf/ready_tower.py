@@ -1,5 +1,5 @@
-# C width of the tower, P pixels of a patch's side
-"""Ready models in llama.cpp's form: families, tensors and keys of their towers, and their chat templates.
+# C width of the tower, P side of a patch in pixels
+"""Convert towers and chat templates of ready models (transformers' own vision-language models) for llama.cpp.
 
 Names, keys and layouts follow llama.cpp's conversion/ and tools/mtmd/.
 """
@@ -12,19 +12,19 @@ import torch
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.tensors import Entry
 
-WARM_UP_SIDE = 560  # the key is required, but images have their own size
-TILE_TOKENS = ("\n", "\n\n", "<fake_token_around_image>", "<global-img>")  # llama.cpp writes them around tiles
-QWEN2 = {"spatial_merge_size": 2, "temporal_patch_size": 2, "hidden_act": "quick_gelu"}  # constants in llama.cpp
+WARM_UP_SIDE = 560  # llama.cpp requires an image size, but only warms up with it, because images keep their own size
+TILE_TOKENS = ("\n", "\n\n", "<fake_token_around_image>", "<global-img>")  # llama.cpp inserts them around tiles
+QWEN2 = {"spatial_merge_size": 2, "temporal_patch_size": 2, "hidden_act": "quick_gelu"}  # fixed in llama.cpp's code
 QWEN25 = {**QWEN2, "hidden_act": "silu", "window_size": 112}
 
 
 @dataclass(frozen=True)
 class ReadyForm:
-    """A family in llama.cpp.
+    """A family of ready models in llama.cpp.
 
-    projector: its name there; tower, connector: prefixes of tensor names in gguf's TensorNameMap; mark: the chat
-    template's text for an image, as llama.cpp writes it around features; constants: expected settings of the tower;
-    lacks: returns why llama.cpp computes other features; add_keys: writes the keys that only this family has.
+    projector: name of the projector in llama.cpp; tower, connector: prefixes of tensor names in gguf's TensorNameMap;
+    mark: the text for an image in llama.cpp and the chat template; constants: required settings of the
+    tower; lacks: returns why llama.cpp would compute other features, or None; add_keys: writes the family's own keys.
     """
 
     projector: str
@@ -37,7 +37,7 @@ class ReadyForm:
 
 
 def ready_problem(export: ExportPlan) -> str | None:
-    """Return why llama.cpp lacks a ready model, or computes it differently."""
+    """Return why llama.cpp doesn't support a ready model or computes it differently; None if it computes the same."""
     form, tower = READY.get(export.model.architecture.config.model_type), export.model.tower.config
     if form is None:
         return f"the ready models with this format are {', '.join(READY)}"
@@ -90,7 +90,7 @@ _TILES = ReadyForm(
     _add_tile_keys,
 )  # fmt: skip
 _QWEN = ("visual.", "visual.merger.", "<|vision_start|><|image_pad|><|vision_end|>")
-READY = {  # transformers' model_type
+READY = {  # by transformers' model_type
     "smolvlm": _TILES,
     "idefics3": _TILES,
     "qwen2_vl": ReadyForm("qwen2vl_merger", *_QWEN, QWEN2, lambda export: None, _add_cell_keys),
@@ -99,10 +99,10 @@ READY = {  # transformers' model_type
 
 
 def ready_tower(form: ReadyForm, entries: list[Entry], num_layers: int) -> list[Entry]:
-    """Return the tensors of tower and connector by their names in llama.cpp."""
+    """Return the tensors of tower and connector under their names in llama.cpp."""
     import gguf
 
-    # A connector's matrices are numbered up to 2, like layers.
+    # The connector's matrices are numbered up to 2 in the same map, so it needs at least 3 layers.
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(num_layers, 3))
     found = []
     for entry in entries:
@@ -115,7 +115,7 @@ def ready_tower(form: ReadyForm, entries: list[Entry], num_layers: int) -> list[
 
 
 def _divided(entry: Entry) -> list[Entry]:
-    """Divide a matrix for q, k and v, and a kernel (C, 3, 2, P, P) for two frames: llama.cpp stores them separately."""
+    """Split a fused q, k, v matrix, or a kernel (C, 3, 2, P, P) of two frames, as llama.cpp stores the parts."""
 
     def part(name: str, shape: tuple[int, ...], take: Callable[[torch.Tensor], torch.Tensor]) -> Entry:
         return Entry(name, shape, lambda: take(entry.read()))
@@ -130,11 +130,11 @@ def _divided(entry: Entry) -> list[Entry]:
 
 
 def ready_template(form: ReadyForm, template: str) -> str:
-    """Return a processor's chat template for llama.cpp: its image marks look like <__media__> and are text.
+    """Wrap a processor's chat template for llama.cpp, because llama.cpp passes images as marks like <__media__>.
 
-    The template gets them as parts of type "image", like in training, and its text for them becomes the mark again.
+    The wrapper converts marks to parts of type "image", as in training, and the template's image text back to marks.
     """
-    template = template.removesuffix("\n")  # as Jinja does at the end of a file
+    template = template.removesuffix("\n")  # Jinja also removes it at the end of a file
     return f"{_AS_PARTS}{template}{{% endset %}}{_MARKED.replace('MARK', form.mark)}"
 
 

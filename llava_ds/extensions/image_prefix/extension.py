@@ -1,4 +1,4 @@
-"""Records about one image share its tokens in a step."""
+"""Compute an image and other common first tokens once for all records of a step that begin with them."""
 
 import itertools
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ FEW = 0.01  # share of tokens below which sharing gains little
 
 
 def fits(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
-    """Yield a line for a model that may not share tokens."""
+    """Yield a line if the model or the flags don't allow records to share tokens."""
     if reason := why_not(args, config):
         yield f"--share_image_prefix True: {reason}: leave it out"
 
@@ -27,13 +27,13 @@ def fits(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
 def open_grouped(
     args: Arguments, tokenizer: PreTrainedTokenizerBase, image_options: ImageOptions, ranks: Ranks
 ) -> GroupedDataset:
-    """Open the training data."""
+    """Open the training data, with the records of an image grouped."""
     plain = open_together(args, tokenizer, image_options, ranks)
     return GroupedDataset(plain, args.own["image_prefix"].group_by_image)
 
 
 def note_shared(plan: Plan, ranks: Ranks) -> None:
-    """Print how many tokens the next steps share."""
+    """Print which share of the tokens in the next steps is computed for several records at once."""
     dataset, layouts = plan.steps.dataset, list(itertools.islice(plan.steps.after(plan.resumed_step), STEPS))
     micro_batches = [micro for layout in layouts for rank in layout.of_ranks for micro in rank]
     tokens = sum(int(dataset.lengths[micro].sum()) for micro in micro_batches)

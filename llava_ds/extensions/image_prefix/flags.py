@@ -1,4 +1,4 @@
-"""The flags of records about one image."""
+"""Flags for computing the common first tokens of records about one image once."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _images, _ = flags_of("image_prefix")
 
 @dataclass(frozen=True)
 class Flags(ExtensionFlags):
-    """The flags of records about one image."""
+    """Flags for computing the common first tokens of records about one image once."""
 
     needs: ClassVar = {
         "known_samples": "records of an image are grouped first",
@@ -39,7 +39,7 @@ class Flags(ExtensionFlags):
         return "--share_image_prefix True"
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """Yield a line for every conflict."""
+        """Yield a line for every conflict with other flags."""
         if not self.share_image_prefix:
             yield "--group_by_image True belongs to --share_image_prefix True: give that, or leave it out"
         if args.training.objective != "sft":

@@ -1,5 +1,5 @@
-# R records and t ids of a shard, where all features of an image are one id
-"""Put records that begin with the same tokens and images into one pack, where these are computed once."""
+# R records of a shard, t ids of all its records (an image counts as one id)
+"""Put records that begin with the same tokens and images into one pack, to compute these tokens once."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +17,9 @@ _BASE = np.uint64(0x9E3779B97F4A7C15)  # base of the polynomial hash of the ids
 
 
 class GroupedDataset(EncodedDataset):
-    """An encoded data set whose samples share their first tokens with the sample before them in a micro-batch.
+    """An encoded data set in which a sample can share its first tokens with the previous sample of the micro-batch.
 
-    plain: the data set; by_image: draw images instead of samples.
+    plain: the data set to group; by_image: shuffle images instead of samples.
     """
 
     def __init__(self, plain: EncodedDataset, by_image: bool) -> None:
@@ -36,9 +36,9 @@ class GroupedDataset(EncodedDataset):
         return np.unique(self._keys[self.rows], return_inverse=True)[1].astype(np.int32)
 
     def summed(self, values: np.ndarray, samples: Sequence[int]) -> int:
-        """Sum values without the tokens that a sample shares with the one before it, assuming equal values per token.
+        """Sum the samples' values, less the part for tokens that a sample shares with the previous one.
 
-        Samples may share a few tokens more.
+        Assumes equal values per token. Samples may share a few more tokens than are subtracted.
         """
         samples = np.asarray(samples, np.int64)
         rows = self.rows[samples]
@@ -52,7 +52,7 @@ class GroupedDataset(EncodedDataset):
         rows = self.rows[np.asarray(samples, np.int64)]
         keys, prefixes = self._keys[rows], self._prefixes[rows].astype(np.int64)
         own = lengths - prefixes
-        # A group is split where it exceeds a pack, or a rank's share of the step.
+        # Split groups that are larger than a pack, or than a rank's share of the step.
         most = min(max_tokens, -(-int(lengths.sum()) // dp))
         groups = [group for each in _equal(keys) for group in _parts(each, prefixes, own, most)]
         sizes = [int(prefixes[group[0]] + own[group].sum()) for group in groups]
@@ -69,7 +69,7 @@ class GroupedDataset(EncodedDataset):
         return list(self._together(indices, lambda undecoded: undecoded))
 
     def _together(self, indices: Sequence[int], load: Callable) -> Iterator[LoadedSample | BrokenSample]:
-        """Yield samples; one that begins with the images of the sample before it shares them, and the tokens."""
+        """Yield samples. One that begins with the same images as the previous sample shares their tiles and tokens."""
         first, shown = None, []
         for index in indices:
             sample = self._sample(index, lambda undecoded: undecoded)
@@ -84,8 +84,8 @@ class GroupedDataset(EncodedDataset):
 
 
 def _prefixes(shard: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """Hash each record's tokens up to its last image, and its images, (R,) uint64; also return the number of these
-    tokens, (R,) int32: 0 without images, with answers before the last image, or with nothing after it."""
+    """Return a hash of each record's images and tokens up to the last image, (R,) uint64, and the number of these
+    tokens, (R,) int32: 0 if a record has no image, an answer before the last image, or no token after it."""
     offsets, ids = _lists(shard, "ids")  # (R + 1,), (t,)
     images = np.flatnonzero(ids < 0)
     ends = offsets[:-1].copy()
@@ -106,7 +106,7 @@ def _prefixes(shard: pa.Table) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _lists(shard: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the offsets (R + 1,) and the values of a column of lists, end to end."""
+    """Return the offsets (R + 1,) and the concatenated values of a column of lists."""
     column = pa.concat_arrays(shard.column(name).chunks)
     offsets, values = column.offsets.to_numpy().astype(np.int64), column.values.to_numpy()
     return offsets - offsets[0], values[offsets[0] : offsets[-1]]
@@ -117,7 +117,7 @@ def _digest(text: str | None) -> int:
 
 
 def _equal(keys: np.ndarray) -> list[list[int]]:
-    """Group the positions of equal keys. Groups are in the order of their first positions."""
+    """Group the indices of equal keys. Groups are in the order of their first indices."""
     found: dict[int, list[int]] = {}
     for i, key in enumerate(keys.tolist()):
         found.setdefault(key, []).append(i)
@@ -125,7 +125,7 @@ def _equal(keys: np.ndarray) -> list[list[int]]:
 
 
 def _parts(group: list[int], prefixes: np.ndarray, own: np.ndarray, most: int) -> Iterator[list[int]]:
-    """Split a group into parts of at most `most` tokens, or of one sample."""
+    """Split a group into parts of at most `most` tokens. A longer sample is a part by itself."""
     part, tokens = [], 0
     for i in group:
         if part and tokens + int(own[i]) > most:

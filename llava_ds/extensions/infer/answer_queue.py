@@ -13,7 +13,7 @@ from llava_ds.extensions.infer.generate import Reply
 from llava_ds.extensions.infer.infer_flags import Sampling
 
 IDLE_S = 3600.0
-# Answers a conversation; calls on_text with each piece and stopped() after each token: chat.ask bound to a model.
+# Answers a conversation by chat.ask(). Calls on_text with each piece of text, and stopped() after each token.
 Generate = Callable[[Conversation, Sampling, Callable[[str], None], Callable[[], bool]], Reply]
 
 
@@ -23,7 +23,7 @@ class Closing(Exception):
 
 @dataclass(frozen=True)
 class Question:
-    """A conversation that ends with a question; the answer ends before the first of the texts in `stops`."""
+    """A conversation that ends with a question. stops: texts before the first of which the answer ends."""
 
     conversation: Conversation
     sampling: Sampling
@@ -32,7 +32,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of an answer. reply.text: the model's text, ignoring stop sequences; finish_reason: OpenAI's."""
+    """The end of an answer. reply.text: the text, not cut at a stop; finish_reason: OpenAI's "stop" or "length"."""
 
     reply: Reply
     finish_reason: str
@@ -43,7 +43,7 @@ class Job:
     """A question in the queue.
 
     deliver: called with each piece of the answer, then with Ended or an exception; release: called when the question's
-    files can be deleted; cancelled: set when the client has left, ends the answer.
+    files can be deleted; cancelled: set to True when the client has left, to end the answer.
     """
 
     question: Question
@@ -55,9 +55,9 @@ class Job:
 class AnswerQueue:
     """A queue of jobs, answered in order by one thread until close().
 
-    An exception other than DataError or ConfigError is printed, and the next job is answered. With ends_on_failure
-    (ranks would be out of step) all further jobs end as after close(), `failure` holds the exception, and on_failure is
-    called. on_idle: called by the thread after every IDLE_S without a job.
+    An exception other than DataError or ConfigError is printed, and the next job is answered. With ends_on_failure, for
+    ranks that would be out of step, all later jobs instead end as after close(), `failure` is set to the exception, and
+    on_failure is called. on_idle: called by the thread after every IDLE_S seconds without a job.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class AnswerQueue:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End the current answer after its next token and all others at once, and wait for the thread."""
+        """End the current answer after its next token, end waiting jobs without answers, and join the thread."""
         self.closing = True
         self._jobs.put(None)
         self._thread.join()
@@ -132,9 +132,9 @@ class AnswerQueue:
 
 
 class StoppedText:
-    """Forwards a text that arrives in pieces, up to the first stop sequence in it.
+    """Forwards text that arrives in pieces, up to the first stop sequence.
 
-    A possible beginning of a stop sequence is held back until more text arrives.
+    Text that may be the beginning of a stop sequence is held back until more text arrives.
     """
 
     def __init__(self, stops: Sequence[str], on_text: Callable[[str], None]) -> None:
@@ -142,7 +142,7 @@ class StoppedText:
         self._held, self.found = "", False
 
     def add(self, piece: str) -> None:
-        """Add the next piece; `found` is True afterwards if a stop sequence is complete."""
+        """Add the next piece. Sets `found` to True if the text now contains a complete stop sequence."""
         if self.found:
             return
         text = self._held + piece

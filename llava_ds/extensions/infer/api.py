@@ -1,6 +1,6 @@
-"""An endpoint with OpenAI's chat completions for programs on the same machine, using fastapi.
+"""Serve OpenAI's chat completions to programs on the same machine, with fastapi.
 
-fastapi's types are not annotated here: the package is imported only when it is needed.
+Parameters with fastapi's types have no annotations, because fastapi is imported only if it is needed.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from llava_ds.extensions.infer.local_server import ADDRESS, listening, make_serv
 KEY_VARIABLE = "LLAVA_DS_API_KEY"
 MAX_BODY_BYTES = 16 << 20
 BODY_S = 30.0  # seconds for a client to send its request
-# Bytes of each body that don't count towards pending_bytes, so that large requests don't block small ones.
+# This many bytes of each body don't count towards pending_bytes, so that large requests don't block small ones.
 SMALL_BODY_BYTES = 256 << 10
 ENDING_S = 10  # seconds at shutdown to answer open requests with an error
 
@@ -53,7 +53,7 @@ def check_server_packages() -> None:
 
 
 def api_key() -> tuple[str, bool]:
-    """Return the key that clients have to send, and True if it is new. Raises ConfigError for an invalid key."""
+    """Return the key that clients have to send, and True if it was generated now. Raises ConfigError for a bad key."""
     key = os.environ.get(KEY_VARIABLE)
     if key is None:
         return secrets.token_urlsafe(24), True
@@ -66,8 +66,8 @@ def api_key() -> tuple[str, bool]:
 class Limits:
     """Limits on requests.
 
-    num_requests: in progress and waiting together; body_bytes: per body; body_s: seconds for a client to send it;
-    pending_bytes: of all large bodies being received; text_chars: of all messages, None for no limit.
+    num_requests: requests in progress or waiting; body_bytes: size of a body; body_s: seconds for a client to send it;
+    pending_bytes: total size of large bodies being received; text_chars: characters in all messages of a request.
     """
 
     num_requests: int
@@ -80,8 +80,8 @@ class Limits:
 def serve_api(loaded: LoadedModel, name: str, sampling: Sampling, port: int, limits: Limits, quiet: bool) -> None:
     """Answer requests until SIGINT or SIGTERM.
 
-    name: the model's name; sampling: defaults for requests. Raises ConfigError if the port is taken, and re-raises a
-    failure that left other ranks out of step.
+    name: the model's name; sampling: defaults for requests. Raises ConfigError if the port is taken. Re-raises an
+    exception that left other ranks out of step.
     """
     key, is_new = api_key()
     limits = dataclasses.replace(limits, text_chars=most_chars(loaded.context_tokens, loaded.tokenizer.get_vocab()))
@@ -110,9 +110,9 @@ def serve_api(loaded: LoadedModel, name: str, sampling: Sampling, port: int, lim
 
 
 def most_chars(context_tokens: int, vocabulary: Iterable[str]) -> int | None:
-    """Return the maximum number of characters that fit in the model's context; None without a limit.
+    """Return the maximum number of characters that fit in the model's context; None if it is unlimited.
 
-    Counting the tokens of megabytes of text would take seconds and block all other answers.
+    Requests are checked by characters, because tokenizing megabytes of text takes seconds and would block all answers.
     """
     return None if context_tokens == sys.maxsize else context_tokens * max(map(len, vocabulary), default=1)
 
@@ -146,7 +146,7 @@ class Service:
     async def body(self, request) -> bytes:
         """Read the body of a request.
 
-        Raises RequestError if it is too long, arrives too slowly, or if other bodies fill the memory for them.
+        Raises RequestError if it is too long or arrives too slowly, or if the bodies being received exceed the limit.
         """
         limits, body, counted = self.limits, bytearray(), 0
         too_long = RequestError(
@@ -178,7 +178,7 @@ class Service:
         return bytes(body)
 
     def check_length(self, completion: Completion) -> None:
-        """Raise RequestError for messages that exceed the model's context, however they are tokenized."""
+        """Raise RequestError for messages with so many characters that they can't fit in the model's context."""
         count, most = (
             sum(len(message.text) for message in completion.question.conversation.messages),
             self.limits.text_chars,
@@ -193,9 +193,9 @@ class Service:
 
     @contextlib.contextmanager
     def place(self):
-        """Reserve a place for a request: yields a folder and the function that releases both.
+        """Reserve a place for a request. Yields a temporary folder, and a function that releases place and folder.
 
-        They are released if the block raises. Raises RequestError if too many requests are open.
+        If the block raises, both are released. Raises RequestError if too many requests are open.
         """
         if not self._places.acquire(blocking=False):
             wait = max(1, math.ceil(self.answers.seconds_per_answer))
@@ -261,7 +261,7 @@ def build_app(service: Service):
     @app.post("/v1/chat/completions")
     async def complete(request: Request):
         service.check_key(request)
-        body = await service.body(request)  # before a place is reserved: slow clients must not block others
+        body = await service.body(request)  # before reserving a place, so that slow clients don't block others
         with service.place() as (folder, release):
             completion = read_completion(body, service.name, service.sampling, folder)
             del body
@@ -281,9 +281,9 @@ def closes(request) -> bool:
 
 
 async def _drop_rest(request, limits: Limits) -> None:
-    """Read the rest of a body, or some of it if it is large.
+    """Read and discard the rest of a body, up to a limit, before a connection is closed.
 
-    Closing the connection on unread bytes would lose the response. Otherwise uvicorn reads the rest (see local_server).
+    Closing it with unread bytes would lose the response. uvicorn does this for connections that stay open.
     """
     from starlette.requests import ClientDisconnect
 
@@ -299,7 +299,7 @@ async def _drop_rest(request, limits: Limits) -> None:
 
 
 class _Answer:
-    """One answer on its way from the queue's thread to the client."""
+    """Passes one answer from the queue's thread to the client."""
 
     job: Job
 
@@ -308,14 +308,14 @@ class _Answer:
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue()
 
     def deliver(self, item: str | Ended | Exception) -> None:
-        """Accept a part of the answer, in the queue's thread."""
-        with contextlib.suppress(RuntimeError):  # the event loop is closed, and nobody waits any more
+        """Accept a part of the answer. Called in the queue's thread."""
+        with contextlib.suppress(RuntimeError):  # raised after the event loop is closed, when no client waits
             self._loop.call_soon_threadsafe(self._events.put_nowait, item)
 
     async def response(self, request):
-        """Return the complete answer, or a stream after its first piece. Raises RequestError.
+        """Return a response with the complete answer, or one that streams it. Raises RequestError.
 
-        An error before the first piece has its own HTTP status in both cases.
+        A streaming response starts only at the first piece, so that earlier errors can set the HTTP status.
         """
         from fastapi.responses import JSONResponse, StreamingResponse
 

@@ -1,4 +1,4 @@
-"""Conversations about images in a terminal: messages, images, and commands."""
+"""Hold conversations about images in a terminal, with messages, images and commands."""
 
 import contextlib
 import json
@@ -32,28 +32,28 @@ STILL_THERE = ()  # sent by rank 0 instead of a question
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages so far, and their images and videos, in the order of the placeholders."""
+    """The messages so far, and their images and videos in the order of the placeholders."""
 
     messages: tuple[Message, ...] = ()
     media: tuple[Media, ...] = ()
 
     def with_question(self, question: str, shown: Sequence[Media] = ()) -> "Conversation":
-        """Add a question about images and videos. Raises DataError for a question with an image placeholder."""
+        """Add a question about images and videos. Raises DataError if its text contains an image placeholder."""
         text = f"{IMAGE_TOKEN}\n" * len(shown) + _words(question)
         return Conversation((*self.messages, Message("human", text)), (*self.media, *shown))
 
     def with_parts(self, role: str, parts: Sequence[str | Media]) -> "Conversation":
-        """Add a message in parts, as training reads it. Raises DataError for a text with an image placeholder."""
+        """Add a message of parts, joined as in training. Raises DataError if a text contains an image placeholder."""
         shown = [part for part in parts if isinstance(part, Media)]
         text, keeps_spaces = join_parts([None if isinstance(part, Media) else _words(part) for part in parts])
         return Conversation((*self.messages, Message(role, text, keeps_spaces=keeps_spaces)), (*self.media, *shown))
 
     def with_answer(self, text: str) -> "Conversation":
-        """Add the answer to the last question, without image placeholders, which would count as images."""
+        """Add the answer to the last question. Removes image placeholders, because they would count as images."""
         return Conversation((*self.messages, Message("gpt", text.replace(IMAGE_TOKEN, ""))), self.media)
 
     def record(self) -> dict[str, object]:
-        """Return a record in LLaVA's JSON. Raises DataError for mixed images and videos: it has no format for them."""
+        """Return a record in LLaVA's JSON format. Raises DataError if there are both images and videos."""
         record: dict[str, object] = {"id": time.strftime("chat-%Y%m%d-%H%M%S")}
         paths = [str(Path(media.refs[0].path).resolve()) for media in self.media]
         kinds = {media.kind for media in self.media}
@@ -67,7 +67,7 @@ class Conversation:
 
 
 def _words(text: str) -> str:
-    """Return a text after checking that it has no placeholders. Raises DataError otherwise."""
+    """Return the text with escaped placeholders resolved. Raises DataError if it contains other placeholders."""
     marks: list[Mark] = []
     text = with_marks(text, marks, has_videos=False)
     if marks:
@@ -93,9 +93,9 @@ def ask(
     on_text: Callable[[str], None] = lambda text: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Reply:
-    """Answer a conversation's last question, with all ranks that share the model; call it on rank 0.
+    """Answer a conversation's last question, together with all ranks that share the model. Call it on rank 0.
 
-    Without a seed, a random one is drawn for all ranks.
+    If sampling has no seed, a random seed is used on all ranks.
     """
     if sampling.temperature > 0 and sampling.seed is None:
         sampling = replace(sampling, seed=secrets.randbits(31))
@@ -105,7 +105,7 @@ def ask(
 
 
 def answer_for_rank_0(loaded: LoadedModel) -> None:
-    """Generate together with rank 0 until it ends the conversation; call it on the other ranks."""
+    """Generate together with rank 0 until rank 0 ends the conversation. Call it on the other ranks."""
     while (request := _share(loaded.ranks, None)) is not None:
         if request == STILL_THERE:
             continue
@@ -120,7 +120,7 @@ def keep_waiting(loaded: LoadedModel) -> None:
 
 @contextlib.contextmanager
 def release_other_ranks(loaded: LoadedModel) -> Iterator[None]:
-    """Release the other ranks at the end of the conversation, also after a user's error."""
+    """Return a context that releases the other ranks at the end of the conversation, also after a user's error."""
     try:
         yield
     except (DataError, ConfigError):
@@ -149,7 +149,7 @@ class Session:
     conversation: Conversation = field(default_factory=Conversation)
 
     def question(self, text: str) -> None:
-        """Ask, and stream the answer to stdout. After an exception the conversation is unchanged."""
+        """Ask a question, and stream the answer to stdout. An exception leaves the conversation unchanged."""
         conversation = self.conversation.with_question(text, self.pending)
         with _interruptible() as stopped:
             reply = ask(self.loaded, conversation, self.sampling, _print_piece, stopped)
@@ -203,7 +203,7 @@ def _print_piece(text: str) -> None:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """End the answer at the first Ctrl-C; the second one raises KeyboardInterrupt."""
+    """Yield a function that returns True after Ctrl-C is pressed. Pressing it again raises KeyboardInterrupt."""
     pressed = []
 
     def handler(signum: int, frame: object) -> None:
@@ -240,7 +240,7 @@ def _add(kind: str) -> Callable[[Session, str], None]:
 
 
 def _paths(rest: str) -> list[str]:
-    """Return a single path if the file exists, else several paths, quoted as for a shell."""
+    """Return the text as a single path if this file exists, else split it into paths like a shell."""
     if Path(rest).expanduser().is_file():
         return [rest]
     try:
@@ -310,12 +310,12 @@ def make_line_reader() -> Callable[[], str | None]:
 
 
 def _remember_lines() -> None:
-    """Save readline's history between sessions, in a file that only its owner can read."""
+    """Load readline's history from a file that only its owner can read, and save it at exit."""
     import atexit
 
     try:
         import readline
-    except ImportError:  # missing on some systems; lines can be typed without it
+    except ImportError:  # readline is missing on some systems, where lines are read without history
         return
     file = Path(HISTORY_FILE).expanduser()
     try:

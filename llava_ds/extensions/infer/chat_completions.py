@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: parses requests, and formats answers, chunks and errors."""
+"""Parse requests for OpenAI's chat completions, and format answers, chunks and errors."""
 
 import base64
 import binascii
@@ -21,11 +21,11 @@ from llava_ds.extensions.infer.infer_flags import Sampling
 
 MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_STOP_CHARS = 1024, 1024, 16, 256
 MAX_FIELDS = 64  # maximum number of an object's fields
-MAX_VALUES = 1 << 20  # maximum number of values in a body: each takes a hundred bytes of memory
-MIN_TEMPERATURE = 0.01  # smaller values overflow when scores are divided by them
+MAX_VALUES = 1 << 20  # maximum number of values in a body, because each takes a hundred bytes of memory
+MIN_TEMPERATURE = 0.01  # dividing scores by smaller values would overflow
 SHOWN_PROBLEMS, SHOWN_CHARS = 3, 200  # limits for messages about a request
 
-# OpenAI's parameters for which this server supports one value only.
+# OpenAI's parameters that are accepted only with these values.
 ONLY: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "frequency_penalty": (0,),
@@ -43,7 +43,7 @@ ONLY: dict[str, tuple[object, ...]] = {
 
 
 class RequestError(Exception):
-    """A refused request, as OpenAI's error object. param: the field it is about."""
+    """The refusal of a request, formatted as OpenAI's error object. param: the field with the problem."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: int = 0
@@ -62,7 +62,7 @@ _INVALID = "invalid_request_error"
 
 
 class _Strict(BaseModel):
-    """A model in which null fields count as absent and unknown fields are errors."""
+    """A pydantic model that treats null fields as absent and rejects unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -92,7 +92,7 @@ class _Image(_Strict):
 
 
 _Part = Annotated[_Text | _Image, Field(discriminator="type")]
-_FAST = {"fail_fast": True}  # stop at a list's first problem: there may be a million
+_FAST = {"fail_fast": True}  # stop at a list's first problem, because there may be a million
 
 
 def _parts(content: object) -> object:
@@ -112,7 +112,7 @@ _Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class _Body(_Strict):
-    """The parameters that change an answer or its format; other accepted parameters are in ONLY."""
+    """The parameters of a request that change the answer or its format. ONLY has the other accepted parameters."""
 
     model: str
     messages: Annotated[list[_Message], Field(min_length=1, max_length=MAX_MESSAGES, **_FAST)]
@@ -134,7 +134,7 @@ class _Body(_Strict):
 
 @dataclass(frozen=True)
 class Completion:
-    """A parsed request. places: the location in the request of each image file, for messages."""
+    """A parsed request. places: maps each image file to its location in the request, for error messages."""
 
     question: Question
     streams: bool
@@ -143,9 +143,9 @@ class Completion:
 
 
 def read_completion(body: bytes, model: str, defaults: Sampling, folder: Path) -> Completion:
-    """Parse the body of a request for the model of this name, and write its images into a folder.
+    """Parse the body of a request for the model with this name, and write its images into a folder.
 
-    defaults: for parameters that the request omits. Raises RequestError.
+    defaults: values of parameters that the request omits. Raises RequestError if the request is invalid.
     """
     request = _parsed(body)
     if request.model != model:
@@ -204,9 +204,9 @@ def _refusal(error: ValidationError) -> RequestError:
 
 
 def _place(loc: tuple[int | str, ...]) -> str:
-    """Format a field's location, like messages[0].content[1].image_url.
+    """Format pydantic's location of a field, like messages[0].content[1].image_url.
 
-    pydantic puts a part's type before its fields.
+    Leaves out the type of a part, because pydantic inserts it before the part's fields.
     """
     place, before = "", None
     for part in loc:
@@ -236,7 +236,7 @@ def _sampling(request: _Body, defaults: Sampling) -> Sampling:
 
 
 def _conversation(messages: list[_Message], folder: Path, places: dict[str, str]) -> Conversation:
-    """Build the conversation; adds each image's file and location to `places`."""
+    """Build the conversation. Adds each image's file and location to `places`."""
     conversation = Conversation()
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
@@ -250,7 +250,7 @@ def _conversation(messages: list[_Message], folder: Path, places: dict[str, str]
         texts = [part.text for part in message.content if isinstance(part, _Text)]
         if message.role == "user" and not images and not "".join(texts).strip():
             raise RequestError(400, f"{where} has no text and no image", param=where)
-        if message.role == "assistant":  # as the model's own words: a placeholder in them is text
+        if message.role == "assistant":  # placeholders in the model's own words are plain text
             conversation = conversation.with_parts("gpt", [text.replace(IMAGE_TOKEN, "") for text in texts])
             continue
         parts = [
@@ -267,7 +267,7 @@ def _conversation(messages: list[_Message], folder: Path, places: dict[str, str]
 
 
 def _written(part: _Image, place: str, folder: Path, places: dict[str, str]) -> Media:
-    """Write a part's image into the folder; adds its file to `places`."""
+    """Write a part's image into the folder. Adds its file and location to `places`."""
     file = folder / f"{len(places)}"
     file.write_bytes(_bytes_of(part.image_url.url, place))
     places[str(file)] = place
@@ -290,7 +290,7 @@ def _bytes_of(url: str, place: str) -> bytes:
 
 
 def as_request_error(error: Exception, places: Mapping[str, str]) -> RequestError:
-    """Convert an exception during an answer to a RequestError. places: see Completion."""
+    """Convert an exception raised during an answer to a RequestError. places: see Completion."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, Closing):
@@ -306,7 +306,7 @@ def as_request_error(error: Exception, places: Mapping[str, str]) -> RequestErro
 
 @dataclass(frozen=True)
 class Writer:
-    """Formats the responses to one request. id: of the completion; model: the model's name."""
+    """Formats the responses to one request. id: the completion's id; model: the model's name."""
 
     id: str
     model: str
@@ -323,7 +323,7 @@ class Writer:
         return event({**self._head("chat.completion.chunk"), "choices": [choice]})
 
     def usage(self, end: Ended) -> str:
-        """Return the final chunk with the token counts; it has no choice."""
+        """Return the final chunk, with the token counts and without choices."""
         return event({**self._head("chat.completion.chunk"), "choices": [], "usage": _usage(end.reply)})
 
     def _head(self, kind: str) -> dict[str, object]:

@@ -1,6 +1,6 @@
-"""Inference engines: transformers alone, or DeepSpeed over several ranks, or ZeRO-Inference from CPU memory or NVMe.
+"""Inference engines: plain transformers, DeepSpeed's tensor parallelism, and ZeRO-Inference from CPU memory or NVMe.
 
-With every engine, generate() is transformers' own.
+All engines use transformers' own generate().
 """
 
 import contextlib
@@ -26,20 +26,20 @@ NO_KERNELS = (
     "language models support neither"
 )
 
-# Families that DeepSpeed 0.19 shards with transformers 5 without changing answers, by model_type. Not Phi-3: its
-# attention takes the number of heads from the configuration; GPT-2 is refused by DeepSpeed.
+# Types of models that DeepSpeed 0.19 shards with transformers 5 without changing answers. Phi-3 fails because its
+# attention reads the number of heads from the configuration. DeepSpeed refuses GPT-2.
 TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "opt")
 
 
 def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | None = None) -> LoadedModel:
-    """Load the model at a path for inference, without TF32: in fp32 a GPU gives a CPU's answers.
+    """Load the model at a path for inference. Disables TF32, so that in fp32 a GPU gives the same answers as a CPU.
 
-    ranks: from init_ranks, required for --engine deepspeed; all ranks then share the model and generate together, and
-    this is collective. Raises ConfigError or DataError for models that can't be opened, or sharded over the ranks.
+    ranks: from init_ranks, required for --engine deepspeed. If given, all ranks share the model and generate together,
+    and this call is collective. Raises ConfigError or DataError for models that can't be opened or sharded.
     """
     allow_tf32(False)
     how = {"dtype": options.precision, "version": options.version, "moved": options.moved}
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints to stdout, but stdout is for answers
+    with contextlib.redirect_stdout(sys.stderr):  # keep DeepSpeed's output out of stdout, where answers are printed
         if options.engine == "hf":
             if ranks is None:
                 return with_variables(load_model(path, **how), options)
@@ -69,9 +69,9 @@ def with_variables(loaded: LoadedModel, options: EngineOptions) -> LoadedModel:
 
 
 def _tensor_parallel(model: HFModel, ranks: Ranks, path: str) -> tuple[HFModel, list[str]]:
-    """Move the model to this rank's device: decoder and output layers sharded over all ranks, the tower replicated.
+    """Move the model to this rank's device, with decoder and output layers sharded over all ranks, the rest replicated.
 
-    model: mapped from its files; a rank copies only its shards.
+    model: with weights mapped from its files, so that a rank copies only its shards.
     """
     import deepspeed
     from deepspeed.module_inject.auto_tp import AutoTP
@@ -81,14 +81,14 @@ def _tensor_parallel(model: HFModel, ranks: Ranks, path: str) -> tuple[HFModel, 
     cut = {}
     if size > 1:
         _check_shardable(decoder, size, path)
-        # For the language model alone: by default, DeepSpeed 0.19 also shards CLIP's layers.
+        # List only the language model's layers, because by default DeepSpeed 0.19 also shards CLIP's.
         cut = {"injection_policy": {layer: tuple(sorted(names)) for layer, names in AutoTP.tp_parser(decoder)}}
     tables = {name: buffer.clone() for name, buffer in model.named_buffers()}
     mapped = {parameter.data_ptr() for parameter in model.parameters()}
     engine = deepspeed.init_inference(
         model, dtype=model.dtype, tensor_parallel={"tp_size": size}, replace_with_kernel_inject=False, **cut
     )
-    # DeepSpeed 0.19 rounds every buffer to dtype; the tables of rotary angles were in float32.
+    # Restore the buffers: DeepSpeed 0.19 casts them to dtype, but the tables of rotary angles need float32.
     for name, buffer in engine.module.named_buffers():
         buffer.data = tables[name].to(ranks.device)
     for parameter in engine.module.parameters():  # unsharded parameters, still mapped on the CPU
@@ -118,9 +118,9 @@ def _check_shardable(decoder: nn.Module, size: int, path: str) -> None:
 
 
 def _zero_inference(opened: UnloadedModel, options: EngineOptions, ranks: Ranks) -> tuple[HFModel, list[str]]:
-    """Build the model with its parameters in CPU memory or on NVMe, partitioned over ranks, fetched layer by layer.
+    """Build the model with parameters in CPU memory or on NVMe, partitioned over ranks and fetched layer by layer.
 
-    Weights are loaded one by one: no rank holds the complete model. Source: ZeRO-Inference (DeepSpeed's blog, 2022).
+    Loads weights one by one, so no rank holds the complete model. Source: ZeRO-Inference (DeepSpeed's blog, 2022).
     """
     import deepspeed
 
@@ -142,7 +142,7 @@ def _zero_inference(opened: UnloadedModel, options: EngineOptions, ranks: Ranks)
 
 
 def _keep_newline_whole(model: HFModel) -> None:
-    """Make the learned newline a buffer: it is read outside its module's forward, where ZeRO fetches no parameters."""
+    """Make the learned newline a buffer, because ZeRO fetches parameters only in the forward of their own module."""
     import deepspeed
 
     inner = model.model
@@ -158,12 +158,12 @@ def zero_config(dtype: torch.dtype, options: EngineOptions, ranks: Ranks) -> dic
     """Return the DeepSpeed JSON of ZeRO-Inference."""
     offload: dict[str, object] = {"device": options.offload, "pin_memory": ranks.device.type == "cuda"}
     if options.offload == "nvme":
-        # A buffer holds one complete parameter; the largest are the embeddings.
+        # Each buffer has room for one complete parameter, even for the largest, the embeddings.
         offload |= {"nvme_path": options.offload_path, "buffer_count": 5}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "train_batch_size": ranks.world_size,
-        # DeepSpeed's own linear layer, made to save memory in backward, rounds an extra time before it adds the bias.
+        # DeepSpeed's memory-efficient linear layer only helps in backward, and rounds once more before adding the bias.
         "zero_optimization": {"stage": 3, "offload_param": offload, "memory_efficient_linear": False},
     }
     if dtype != torch.float32:
@@ -177,7 +177,7 @@ def _check_precision(dtype: torch.dtype, ranks: Ranks, path: str) -> None:
 
 
 class _Rank0Scores(LogitsProcessor):
-    """Replaces all ranks' scores by rank 0's: rounding could make ranks choose different tokens, and hang."""
+    """Replaces all ranks' scores by rank 0's, because rounding could make ranks choose different tokens, and hang."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         scores = scores.contiguous()

@@ -1,4 +1,4 @@
-"""Formats of models for inference: transformers' folders, LLaVA's, adapters and checkpoints; weights stay on disk."""
+"""Open models for inference without reading weights: folders of transformers or LLaVA, adapters, and checkpoints."""
 
 import contextlib
 import tempfile
@@ -36,9 +36,9 @@ CHECKPOINT_FLAGS = ("model_name_or_path", "pretrain_mm_mlp_adapter")  # for chec
 class UnloadedModel:
     """A model whose weights are still on disk.
 
-    path: as the user gave it; folder: with configuration and tokenizer; weights: reads them by the names of the class
-    in memory; is_folder: True if transformers opens the path itself; notes: lines for the user; own: the plan of a
-    model whose tower or projector no class in transformers has, so that this package's modules are inserted.
+    path: the user's path; folder: the folder with configuration and tokenizer; weights: reads weights by their names in
+    transformers' class; is_folder: True if transformers can open the path itself; notes: lines for the user; own: the
+    export plan of a model whose tower or projector has no class in transformers, None otherwise.
     """
 
     path: Path
@@ -51,9 +51,9 @@ class UnloadedModel:
     own: "ExportPlan | None" = None
 
     def precision(self, requested: torch.dtype | None) -> torch.dtype:
-        """Return the requested precision, else that in the configuration, else that of the first weight.
+        """Return the requested dtype, else the configuration's, else the first weight's.
 
-        Raises ConfigError for another kind of value.
+        Raises ConfigError if the configuration's value is not a floating-point dtype.
         """
         dtype = self.config.dtype
         if isinstance(dtype, str):
@@ -70,11 +70,11 @@ class UnloadedModel:
 def open_model(
     path: str | Path, moved: Mapping[str, str] | None = None, version: str | None = None
 ) -> Iterator[UnloadedModel]:
-    """Open the model at a path without reading its weights; its folder may be temporary.
+    """Open the model at a path without reading its weights. Its `folder` may be temporary.
 
-    moved: values of MOVED_FLAGS; version: the conversation template, for a folder without one. Formats other than
-    transformers' are opened like run/export.py does, and only their settings are written. Raises ConfigError if there
-    is no LLaVA model or a part is missing; DataError for a damaged one.
+    moved: values of MOVED_FLAGS; version: the conversation template, if the folder has none. Formats other than
+    transformers' are opened like in run/export.py, and only their settings are written to a folder. Raises ConfigError
+    if the path has no LLaVA model or a part is missing, and DataError if the model is damaged.
     """
     path, moved = Path(path).expanduser(), dict(moved or {})
     if not path.is_dir():
@@ -95,7 +95,7 @@ def open_model(
 
 
 def _is_transformers(folder: Path) -> bool:
-    """Return True for a folder that transformers has to open, or refuse.
+    """Return True for a folder in transformers' format, False for LLaVA's format and adapters.
 
     Raises ConfigError for a folder without a model.
     """
@@ -112,7 +112,7 @@ def _is_transformers(folder: Path) -> bool:
 
 
 def _read_checkpoint(path: Path, moved: dict[str, str]) -> "tuple[ExportPlan, list[Entry], tuple[str, ...]]":
-    # Imports DeepSpeed: this takes seconds and is not needed for a folder.
+    # Imported here because it imports DeepSpeed. This takes seconds and is not needed for exported folders.
     from llava_ds.export.from_checkpoint import restore
 
     restored = restore(path, moved, None)
@@ -138,7 +138,7 @@ def _read_folder(
 def _as_exported(
     path: Path, export: "ExportPlan", entries: "list[Entry]", notes: tuple[str, ...]
 ) -> Iterator[UnloadedModel]:
-    """Open a model like the folder of its export, written with sparse weight files."""
+    """Open a model through its temporary export with sparse weight files."""
     from llava_ds.export.export_plan import own_vision
     from llava_ds.export.transformers_folder import hf_entries, write_hf
 
@@ -153,7 +153,7 @@ def _as_exported(
 
 
 class _Entries:
-    """Tensors of a checkpoint, an adapter over its base, or LLaVA's format, by the names of transformers' class."""
+    """Tensors of a checkpoint, an adapter with its base, or LLaVA's format, under the names in transformers' class."""
 
     notes = ()
 
@@ -167,15 +167,15 @@ class _Entries:
             yield name, entry.read
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of these names."""
+        """Yield each of the names with its tensor."""
         for name in names:
             yield name, self._entries[name].read()
 
 
 def _in_memory(weights: Callable[[Callable[[str], str | None]], Weights], model: HFModel) -> Weights:
-    """Return the weights in memory form under the model's names; tensors that the model lacks are dropped.
+    """Return the weights in their form in memory, under the model's names, without tensors that the model lacks.
 
-    weights: called with a function from names on disk to the model's names, or to None.
+    weights: called with a function that maps a name on disk to the model's name, or to None to drop the tensor.
     """
     text = model.config.get_text_config()
     part = text_part(text)
@@ -192,7 +192,7 @@ def _in_memory(weights: Callable[[Callable[[str], str | None]], Weights], model:
 
 
 def _settings(folder: Path, path: Path) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Read configuration and tokenizer in a folder. path: as the user gave it."""
+    """Read the configuration and tokenizer in a folder. path: the user's path, for messages."""
     where = f"--model_path {path}"
     check_folder(folder, where)
     config_json = read_config(folder / "config.json", where)

@@ -1,5 +1,5 @@
 # B prompts, T tokens of the longest, D language-model width
-"""Generation of answers, one by one or in batches, from prompts encoded as in training."""
+"""Generate answers, one at a time or in batches, from prompts encoded as in training."""
 
 import time
 from collections.abc import Callable
@@ -38,7 +38,7 @@ T = TypeVar("T")
 class Prompt:
     """A conversation that ends with a question, with its images (paths) and videos in the order of the placeholders.
 
-    blank: replace each image by a single colour, at the same size; tools, template_kwargs: see Transcript.
+    blank: replace each image by one of the same size in a single colour; tools, template_kwargs: see Transcript.
     """
 
     messages: tuple[Message, ...]
@@ -49,11 +49,11 @@ class Prompt:
 
     @property
     def transcript(self) -> Transcript:
-        """The conversation in the form that encoders take."""
+        """The conversation as input for an Encoder."""
         return Transcript(self.messages, self.tools, self.template_kwargs)
 
     def answered(self, text: str) -> Transcript:
-        """Return the conversation with an answer."""
+        """Return the conversation followed by an answer with this text."""
         return replace(self.transcript, messages=(*self.messages, Message("gpt", text)))
 
 
@@ -61,7 +61,7 @@ class Prompt:
 class Answer:
     """A greedy answer.
 
-    logprob: natural logarithm of its probability; num_tokens: its length; both include the end marker, if reached.
+    logprob: natural logarithm of its probability; num_tokens: its length. Both include the end marker, if generated.
     """
 
     text: str
@@ -92,9 +92,9 @@ def greedy_answers(
     max_new_tokens: int = 64,
     progress: str = "",
 ) -> list[Answer]:
-    """Generate the greedy answer to each prompt. progress: name of a progress bar; empty shows none.
+    """Generate the greedy answer to each prompt. progress: title of the progress bar, "" for no bar.
 
-    Processes that share the model (loaded.ranks) all call this with the same prompts.
+    All processes that share the model (loaded.ranks) have to call this with the same prompts.
     """
     encoded = _on_all(loaded, lambda: [_encode(loaded, prompt) for prompt in prompts])
     stops = _stop_ids(loaded)
@@ -106,7 +106,7 @@ def greedy_answers(
             chosen = order[first : first + batch_size]
             samples = _on_all(loaded, lambda chosen=chosen: [encoded[i].decode(loaded.image_options) for i in chosen])
             logprobs = _GreedyLogprobs()
-            # Last, so that these are the scores after the engine's processors, from which the token is chosen.
+            # Append it last, because tokens are chosen from the scores after the engine's processors.
             processors = LogitsProcessorList([*loaded.generating.get("logits_processor", ()), logprobs])
             new = loaded.model.generate(
                 **_batch(loaded, samples),
@@ -123,7 +123,7 @@ def greedy_answers(
 
 
 def _stop_ids(loaded: LoadedModel) -> list[int]:
-    """Return the ids that end an answer: training's end markers, and those in generation_config.json."""
+    """Return the ids of tokens that end an answer: the end markers of training, and eos_token_id of the model."""
     given = loaded.model.generation_config.eos_token_id
     own = end_markers(loaded.encoder.options.template, loaded.encoder.tokenizer)
     return sorted({*own, *(given if isinstance(given, list) else [] if given is None else [given])})
@@ -132,8 +132,8 @@ def _stop_ids(loaded: LoadedModel) -> list[int]:
 class _GreedyLogprobs(LogitsProcessor):
     """Records the log-probability of the most probable token at each step, without changing the scores.
 
-    It stores B numbers per token: generate()'s output_scores would store all scores (B, V), 2 GB for 48 answers of 64
-    tokens and a vocabulary of 152,000.
+    It stores B numbers per step, while generate()'s output_scores would store all scores (B, V): 2 GB for 48 answers of
+    64 tokens and a vocabulary of 152,000.
     """
 
     def __init__(self) -> None:
@@ -149,11 +149,11 @@ class _GreedyLogprobs(LogitsProcessor):
         new (B, T): the generated ids.
         """
         ended = torch.isin(new, torch.tensor(stops, device=new.device))
-        # (B, T); counts the marker itself, but not the padding after it
+        # (B, T), True up to and including the end marker, False for the padding after it
         counted = ended.cumsum(dim=1) - ended.int() == 0
         sums = (torch.stack(self._steps, dim=1).double() * counted).sum(dim=1)
         lengths = counted.sum(dim=1)
-        # Four digits: more would depend on rounding.
+        # Round to four digits, because further digits depend on floating-point rounding.
         return [(round(total, 4) + 0.0, length) for total, length in zip(sums.tolist(), lengths.tolist(), strict=True)]
 
 
@@ -170,7 +170,7 @@ class Reply:
 
     @property
     def tokens_per_s(self) -> float:
-        """Rate after the first token; the time to the first token includes processing the prompt."""
+        """The rate after the first token. The first token's time includes processing the prompt, so it is left out."""
         return (self.num_tokens - 1) / max(self.seconds - self.first_s, 1e-9)
 
 
@@ -182,9 +182,9 @@ def stream(
     on_text: Callable[[str], None] = lambda text: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Reply:
-    """Answer one prompt, calling on_text with each generated piece; the joined pieces are the reply's text.
+    """Answer one prompt, and call on_text with each piece of text. The pieces together are the reply's text.
 
-    stopped: called after every token. Raises DataError for unusable images and conversations.
+    stopped: called after every token; returns True to stop. Raises DataError for unusable images and conversations.
     """
     start = time.perf_counter()
     sample = _on_all(loaded, lambda: _prepare(loaded, prompt))
@@ -207,7 +207,7 @@ def stream(
         if not is_out_of_memory(error, loaded.device):
             raise
         if loaded.ranks is not None and loaded.ranks.world_size > 1:
-            raise  # the other ranks are still generating
+            raise  # not as DataError, after which the session would continue: other ranks are still generating
         raise DataError(
             f"not enough memory for a conversation of {num_prompt_tokens:,} tokens: begin a new one, or show "
             "fewer images"
@@ -220,7 +220,7 @@ def stream(
 class TextPieces(BaseStreamer):
     """Streams text as soon as it is final.
 
-    transformers' TextStreamer restarts at each line end, where Llama's tokenizers drop a following space.
+    transformers' TextStreamer starts anew at each line end, where Llama's tokenizers would drop a following space.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None], start: float) -> None:
@@ -230,11 +230,11 @@ class TextPieces(BaseStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         if value.numel() == 0:
-            return  # the prompt, given as embeddings
+            return  # empty for the prompt, because it is passed as embeddings
         self.first_s = self.first_s or time.perf_counter() - self._start
         self._ids += value.flatten().tolist()
         text = self._text()
-        if not text.endswith("\ufffd"):  # an incomplete character
+        if not text.endswith("\ufffd"):  # the mark of an incomplete character
             self._show(text)
 
     def end(self) -> None:
@@ -244,14 +244,14 @@ class TextPieces(BaseStreamer):
         return self._tokenizer.decode(self._ids, skip_special_tokens=True).strip()
 
     def _show(self, text: str) -> None:
-        # By length: invalid bytes change the text before them.
+        # Compare only lengths, because invalid bytes can change the text before them.
         if more := text[len(self.shown) :]:
             self._on_text(more)
             self.shown += more
 
 
 class _Stopped(StoppingCriteria):
-    """Stops generation on the user's request; with several processes, rank 0 decides for all."""
+    """Stops generation on the user's request. If several processes share the model, rank 0 decides for all."""
 
     def __init__(self, ranks: Ranks | None, stopped: Callable[[], bool]) -> None:
         self._ranks, self._stopped = ranks, stopped
@@ -264,7 +264,7 @@ class _Stopped(StoppingCriteria):
 
 
 def _prepare(loaded: LoadedModel, prompt: Prompt) -> LoadedSample:
-    """Encode a prompt and decode its images. Raises DataError if no room is left for an answer."""
+    """Encode a prompt and decode its images. Raises DataError if the model has no positions left for an answer."""
     encoded, room = _encode(loaded, prompt), loaded.context_tokens
     if len(encoded.ids) >= room:
         raise DataError(
@@ -276,7 +276,7 @@ def _prepare(loaded: LoadedModel, prompt: Prompt) -> LoadedSample:
 
 @dataclass(frozen=True)
 class _EncodedPrompt:
-    """A prompt's ids, and each image or video with its sizes and layout, not decoded yet."""
+    """A prompt's ids, and its images and videos with sizes and layouts, before decoding."""
 
     ids: list[int]
     media: list[tuple[Media, tuple[Size, ...], MediaLayout]]
@@ -290,7 +290,7 @@ class _EncodedPrompt:
 def decode_media(
     media: list[tuple[Media, tuple[Size, ...], MediaLayout]], blank: bool, image_options: ImageOptions
 ) -> list[tuple[torch.Tensor, MediaLayout]]:
-    """Return the tiles of each image or video returned by media_of; blank: in a single colour."""
+    """Decode images and videos from media_of() to tiles. blank: replace the tiles by a single colour."""
     found = [(load_media(one, sizes, layout, image_options), layout) for one, sizes, layout in media]
     return [(blank_like(tiles, image_options), layout) for tiles, layout in found] if blank else found
 
@@ -302,7 +302,7 @@ def blank_like(tiles: torch.Tensor, image_options: ImageOptions) -> torch.Tensor
 
 
 def media_of(prompt: Prompt, image_options: ImageOptions) -> list[tuple[Media, tuple[Size, ...], MediaLayout]]:
-    """Return each image or video of a prompt with its sizes and layout, not decoded yet."""
+    """Return each image or video of a prompt with its sizes and layout, without decoding it."""
     media = []
     for item in prompt.images:
         one = item if isinstance(item, Media) else Media("image", (FileRef(item),))
@@ -325,7 +325,7 @@ def _on_all(loaded: LoadedModel, prepare: Callable[[], T]) -> T:
 def _batch(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:
     """Return inputs_embeds (B, T, D) and attention_mask (B, T), padded on the left, or an architecture's own arguments.
 
-    Images are prepared and merged by training's code, not by transformers' processor.
+    The code of training, instead of transformers' processor, prepares images and merges their features.
     """
     device = loaded.device
     batch = collate(samples, loaded.image_options).to(device)

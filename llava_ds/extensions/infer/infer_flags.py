@@ -25,11 +25,11 @@ MOVED_FLAGS = {
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The engine's options.
+    """The options of the inference engine.
 
-    engine: one of ENGINES; offload: location of the parameters, one of OFFLOADS, with a folder for NVMe; dtype: one of
-    DTYPES, or auto for the weights' own; chat_template_kwargs: variables of the chat template, a JSON object; version
-    and moved: see open_model.
+    engine: one of ENGINES; offload: location of the parameters, one of OFFLOADS; offload_path: the folder for NVMe;
+    dtype: one of DTYPES, or auto for the weights' own; chat_template_kwargs: variables of the chat template, as a JSON
+    object; version and moved: see open_model.
     """
 
     engine: str = "hf"
@@ -42,14 +42,14 @@ class EngineOptions:
 
     @property
     def precision(self) -> "torch.dtype | None":
-        """The dtype of the weights; None to keep it."""
+        """The dtype to convert weights to; None to keep theirs."""
         import torch
 
         return None if self.dtype == "auto" else getattr(torch, self.dtype)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the model and its engine."""
+    """Add the flags for the model and its engine."""
     parser.add_argument(
         "--model_path",
         "--model-path",
@@ -114,7 +114,7 @@ def parse_engine_options(args: argparse.Namespace) -> EngineOptions:
 class Sampling:
     """Sampling parameters.
 
-    temperature 0: greedy; top_k 0: all tokens; repetition_penalty: applies to the answer's tokens.
+    temperature: 0 for greedy decoding; top_k: 0 for all tokens; repetition_penalty: penalty on the answer's tokens.
     """
 
     max_new_tokens: int = 512
@@ -125,7 +125,7 @@ class Sampling:
     seed: int | None = None
 
     def options(self) -> dict[str, object]:
-        """Return arguments of generate(); they override the model's own settings."""
+        """Return arguments of generate() that override the model's own settings."""
         options: dict[str, object] = {"repetition_penalty": self.repetition_penalty, "do_sample": self.temperature > 0}
         if self.temperature > 0:
             options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}

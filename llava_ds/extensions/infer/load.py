@@ -1,4 +1,4 @@
-"""A model ready for inference, in transformers' own class whatever its format on disk."""
+"""Load a model for inference into transformers' own class, from any format on disk."""
 
 import sys
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from llava_ds.export.export_plan import ExportPlan
 
 ROWS_OF_EXPORT = (IMAGE_TOKEN, "<video>")  # tokens that an export adds, as placeholders for features
-# Settings that are read from a generation_config.json, and their types.
+# The settings that are read from generation_config.json, with their types.
 _IDS = NonNegativeInt | list[NonNegativeInt]
 GENERATION = {
     "bos_token_id": NonNegativeInt,
@@ -49,9 +49,9 @@ GENERATION = {
 class LoadedModel:
     """A LLaVA model in transformers' own class, with its tokenizer, ready to answer.
 
-    mean, std: of the tower's input, per channel; image_options: of training; version: the conversation template; ranks:
-    the processes that share the model and have to generate together, None if this process has the complete model;
-    generating: more arguments of generate(); notes: lines on how it was opened.
+    mean, std: normalisation of pixels, per channel; image_options: training's options; version: conversation template;
+    ranks: the processes that share the model and have to generate together, None if this process has the complete
+    model; generating: additional arguments of generate(); notes: lines about the loading to print.
     """
 
     model: HFModel
@@ -71,7 +71,7 @@ class LoadedModel:
 
     @cached_property
     def encoder(self) -> Encoder:
-        """Training's encoder, with the template of the exported model. Creating it takes a tenth of a second."""
+        """The encoder of training, with the exported model's template. Cached, as creating it takes 0.1 seconds."""
         config = self.model.config
         options = EncodingOptions(
             self.version,
@@ -83,7 +83,7 @@ class LoadedModel:
 
     @property
     def context_tokens(self) -> int:
-        """The language model's number of positions; sys.maxsize without a limit."""
+        """The language model's number of positions; sys.maxsize if it is unlimited."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
@@ -98,20 +98,20 @@ def load_model(
 ) -> LoadedModel:
     """Load a model of any format that open_model() reads, on a GPU if there is one.
 
-    dtype: None for the weights' own; version and moved: see open_model; maps: leave weights in CPU memory mapped from
-    their files, for a caller that moves or shards them. Raises ConfigError or DataError for anything but a complete
-    LLaVA model.
+    dtype: None to use the weights' own; version and moved: see open_model; maps: on a CPU, map the weights from their
+    files instead of copying them, for a caller that moves or shards them. Raises ConfigError or DataError if the path
+    has no complete LLaVA model.
     """
     with open_model(path, moved, version) as unloaded:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        # Weights that move to a GPU stay mapped, so that ranks loading together need no copy each in CPU memory.
+        # Map weights that will be moved to a GPU, so that ranks don't each need a copy in CPU memory.
         model = fill_model(unloaded, unloaded.precision(dtype), maps or torch.device(device).type != "cpu").eval()
         model = model.to(device)
         return with_settings(model, unloaded, version)
 
 
 def fill_model(unloaded: UnloadedModel, dtype: torch.dtype, maps: bool = False) -> HFModel:
-    """Build the model in this process's memory, and load its weights one by one; maps: see load_model."""
+    """Build the model in this process's memory, and load its weights one by one. maps: see load_model."""
     check_weights(unloaded, dtype)
     alone = Ranks(0, 0, 1, torch.device("cpu"))
     with return_freed_memory():
@@ -153,14 +153,14 @@ def construct_model(unloaded: UnloadedModel, dtype: torch.dtype) -> HFModel:
 
 
 def _put_own_parts(model: HFModel, export: "ExportPlan") -> None:
-    """Replace transformers' tower and projector by those of training, uninitialised."""
+    """Replace transformers' tower and projector by the modules used in training, with uninitialised weights."""
     tower, images = export.model.tower, export.model.images
     model.model.vision_tower = tower.build(torch.tensor(images.mean), torch.tensor(images.std))
     model.model.multi_modal_projector = tower.build_projector(export.args, export.model.hidden_size)
 
 
 def _generation_config(unloaded: UnloadedModel) -> GenerationConfig:
-    """Return the folder's token ids and repetition penalty; its other settings are for sampling."""
+    """Return the token ids and repetition penalty in the folder, without its settings for sampling."""
     where = f"--model_path {unloaded.path}"
     config = read_json_if_there(unloaded.folder / "generation_config.json", where)
     settings = {name: config[name] for name in GENERATION if config.get(name) is not None}
@@ -176,7 +176,7 @@ def with_settings(model: HFModel, unloaded: UnloadedModel, version: str | None =
     """Return the model with its tokenizer, image options and template. version: see open_model."""
     note_rows(unloaded.tokenizer, _trained_rows(unloaded), ROWS_OF_EXPORT)
     unloaded = replace(unloaded, notes=(*unloaded.notes, *tokens_without_rows(unloaded.tokenizer)))
-    # Not AutoProcessor: transformers 5 needs torchvision for LlavaOnevision's.
+    # AutoProcessor isn't used because transformers 5 needs torchvision for LlavaOnevision's processor.
     processor = read_processor(unloaded.folder, str(unloaded.path))
     mean, std = (tuple(processor[name]) for name in ("image_mean", "image_std"))
     exported = getattr(model.config, "llava_ds_version", None)
@@ -201,7 +201,7 @@ def with_settings(model: HFModel, unloaded: UnloadedModel, version: str | None =
 
 
 def _trained_rows(unloaded: UnloadedModel) -> int:
-    """Return training's number of embedding rows: exports of LLaVA append some (llava_ds_vocab_size)."""
+    """Return the number of embedding rows in training, llava_ds_vocab_size: exports as LLaVA append rows."""
     rows = getattr(unloaded.config, "llava_ds_vocab_size", None)
     if rows is None:
         return unloaded.config.get_text_config().vocab_size
@@ -214,7 +214,7 @@ def _trained_rows(unloaded: UnloadedModel) -> int:
 
 
 def _own_settings(unloaded: UnloadedModel, version: str | None) -> tuple[ImageOptions, str]:
-    """Return an extension architecture's image options, from its processor, and its template."""
+    """Return the image options and template of an extension's architecture, read from its processor's files."""
     where = f"--model_path {unloaded.path}"
     architecture = architecture_of(unloaded.config)
     if version not in (None, "processor"):
@@ -227,18 +227,18 @@ def _own_settings(unloaded: UnloadedModel, version: str | None) -> tuple[ImageOp
 
 
 def _image_options(model: HFModel, processor: dict, path: Path) -> ImageOptions:
-    """Return the image options in this project's exports; for llava-hf folders, from their class and processor."""
+    """Return the image options that an export stores; for llava-hf folders, derive them from class and processor."""
     config = model.config
     written = getattr(config, "llava_ds_pictures", None)
     if written is not None:
         try:
             adapter = TypeAdapter(ImageOptions)
-            adapter.rebuild(_types_namespace={"Clip": Clip})  # geometry imports it for its annotation alone
+            adapter.rebuild(_types_namespace={"Clip": Clip})  # geometry imports Clip for type checking only
             options = adapter.validate_python(written)
             if not _fits(options, config.vision_config):
                 raise ValueError("its sizes are not the tower's")
             return options
-        except ValueError as error:  # pydantic's error is one
+        except ValueError as error:  # includes pydantic's ValidationError
             raise ConfigError(
                 f"{path}: llava_ds_pictures in its config.json is invalid ({error}): export it again"
             ) from error

@@ -1,4 +1,4 @@
-"""A server that only this machine can reach: its socket, and uvicorn running an application."""
+"""Run an application with uvicorn on a socket that only this machine can reach."""
 
 import asyncio
 import contextlib
@@ -9,13 +9,13 @@ from llava_ds.constants import ConfigError
 from llava_ds.extensions.infer.chat import print_note
 
 ADDRESS = "127.0.0.1"
-HEAD_S = 10.0  # for a client to send the head of its next request, and the rest of a body after its response
-REST_BYTES = 256 << 20  # limit for reading and dropping that rest; closing on unread bytes would lose the response
+HEAD_S = 10.0  # seconds for a client to send its next request's head, and the rest of a body after the response
+REST_BYTES = 256 << 20  # read and discard at most this rest, because closing with unread bytes loses the response
 
 
 @contextlib.contextmanager
 def listening(port: int) -> Iterator[socket.socket]:
-    """Listen on a port of ADDRESS; port 0: any free one. Raises ConfigError if it is taken."""
+    """Listen on a port of ADDRESS, or on any free port if it is 0. Raises ConfigError if the port is taken."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -26,9 +26,9 @@ def listening(port: int) -> Iterator[socket.socket]:
 
 
 def make_server(app, line: str, on_exit: Callable[[], None] = lambda: None, ending_s: int = 1):
-    """Return a uvicorn.Server that prints the line once it listens; run(sockets=[...]) returns after SIGINT or SIGTERM.
+    """Return a uvicorn.Server that prints `line` when it listens. run(sockets=[...]) returns after SIGINT or SIGTERM.
 
-    on_exit: called within the signal handler; ending_s: seconds that open requests have from then on.
+    on_exit: called in the signal handler; ending_s: seconds after the signal for open requests to finish.
     """
     import uvicorn
 
@@ -38,7 +38,7 @@ def make_server(app, line: str, on_exit: Callable[[], None] = lambda: None, endi
             print_note(f"{line}  (Ctrl-C ends)")
 
         def handle_exit(self, sig: int, frame: object) -> None:
-            # uvicorn's handler raises the signal again at the end, and would end the process in the middle of ours.
+            # uvicorn's own handler raises the signal again at the end, and would kill the process during cleanup.
             self.force_exit, self.should_exit = self.should_exit, True
             on_exit()
 

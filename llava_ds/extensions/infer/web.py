@@ -1,4 +1,4 @@
-"""Conversations about images in a browser on the same machine, with gradio. No other machine is contacted."""
+"""Hold conversations about images in a local browser, with gradio and without contacting other machines."""
 
 import html
 import mimetypes
@@ -19,10 +19,10 @@ from llava_ds.extensions.infer.local_server import ADDRESS, listening, make_serv
 
 MAX_FILE_SIZE = "100mb"
 ERROR = "error"  # title of an error message in the conversation
-# gradio's button to share an image on its own site; the policy below blocks it.
+# Hide gradio's button that uploads an image to gradio's site, because the policy below blocks the upload.
 STYLE = 'button[aria-label="Share"] { display: none !important }'
 
-# The browser may contact no other server, whatever gradio's pages or the model's answers contain.
+# Keep the browser from contacting other servers, even if gradio's pages or the model's answers contain links.
 POLICY = (
     "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
     "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; form-action 'self'; base-uri 'self'"
@@ -31,7 +31,7 @@ POLICY = (
 
 def import_gradio() -> ModuleType:
     """Import gradio with its telemetry off. Raises ConfigError if it is not installed."""
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read at import
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # gradio reads it when it is imported
     try:
         import gradio
     except ImportError as error:
@@ -49,13 +49,13 @@ def serve(loaded: LoadedModel, name: str, sampling: Sampling, port: int, quiet: 
 
 
 def _application(gr: ModuleType, page, port: int):
-    """Mount the page with checks of hosts and content. Not page.launch(): that contacts gradio's server."""
+    """Mount the page with checks of hosts and content. page.launch() isn't used because it contacts gradio's server."""
     from fastapi import FastAPI
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(_Policy)
-    # Other host names that resolve to this address are refused (DNS rebinding).
+    # Against DNS rebinding, refuse other host names that resolve to this address.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[ADDRESS, "localhost"])
     return gr.mount_gradio_app(
         app,
@@ -70,7 +70,7 @@ def _application(gr: ModuleType, page, port: int):
         pwa=False,
         max_file_size=MAX_FILE_SIZE,
         css=STYLE,
-        # System fonts: gradio's own would come from another machine.
+        # Use system fonts, because gradio's default fonts are loaded from another server.
         theme=gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
     )
 
@@ -134,9 +134,9 @@ def build_page(gr: ModuleType, loaded: LoadedModel, name: str, sampling: Samplin
 
 
 def conversation_of(history: list[dict]) -> Conversation:
-    """Return the turns on the page, without questions that got an error or no answer.
+    """Return the conversation on the page, without questions that got an error or no answer.
 
-    gradio removes tabs and common indentation from the text that it shows and sends back.
+    Tabs and common indentation are lost, because gradio removes them from the texts that it shows and sends back.
     """
     conversation, texts, files = Conversation(), [], []
     for message in history:
@@ -155,7 +155,7 @@ def conversation_of(history: list[dict]) -> Conversation:
 
 
 def _pieces(loaded: LoadedModel, conversation: Conversation, sampling: Sampling, quiet: bool) -> Iterator[str]:
-    """Yield the growing text of the answer; it stops when the client disconnects."""
+    """Yield the answer so far after each new piece. Generation stops when the client disconnects."""
     pieces: queue.Queue = queue.Queue()
     stop = threading.Event()
 
@@ -185,7 +185,7 @@ def _pieces(loaded: LoadedModel, conversation: Conversation, sampling: Sampling,
 
 
 def _path(part: object) -> str | None:
-    """Return the file of a part of a message; None for text."""
+    """Return the file path of a message's part; None for text."""
     if not isinstance(part, dict):
         return None
     file = part.get("file") or part

@@ -1,1 +1,1 @@
-"""Checks that weights, gradients, optimizer states, batches and speed of every rank are as they should be."""
+"""Check every rank's weights, gradients, optimizer states, batches and speed for silent errors."""

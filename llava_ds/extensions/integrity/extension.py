@@ -1,4 +1,4 @@
-"""The checks in a run: all ranks exchange their numbers after a step, and a rank at fault ends the run."""
+"""Exchange all ranks' checksums and counts after a step, and end the run if a rank is at fault."""
 
 import statistics
 from collections import Counter, deque, namedtuple
@@ -14,10 +14,10 @@ from llava_ds.runtime.ranks import gather, print_first
 from llava_ds.runtime.waiting import waiting
 from llava_ds.train.hooks import log_lag_steps
 
-SLOW = 1.5  # as a multiple of the ranks' median
-SLOW_STEPS = 8  # latest steps by which speed is judged
-SLOW_FIRST = 3  # first steps of a start, which are left out: caches fill, kernels are chosen
-MOST_NAMED = 3  # parameters
+SLOW = 1.5  # a rank is slow if its time per token exceeds this multiple of the median rank's
+SLOW_STEPS = 8  # number of latest steps by which speed is judged
+SLOW_FIRST = 3  # ignore the first steps after a start, in which caches fill and kernels are chosen
+MOST_NAMED = 3  # maximum number of parameters named in a message
 
 KINDS = {
     "weight": "a weight changed outside of the optimizer's step",
@@ -31,25 +31,25 @@ KINDS = {
 }
 LOCATED, COUNTED = list(KINDS)[:3], list(KINDS)[:7]
 
-# A rank's numbers of a step. The first count faults of that kind. own, copies: checksums of the weights that its
-# optimizer wrote, and of its copies of those of all ranks; all: of all weights, where the ranks have the same; work:
-# tokens; spent_us: own time, without waits for other ranks.
+# A rank's numbers for a step. The fields in COUNTED are counts of such faults. own: checksum of the weights that this
+# rank's optimizer wrote; copies: checksum of its copies of what all ranks' optimizers wrote; all: checksum of all
+# weights, if ranks hold equal weights; work: tokens; spent_us: the rank's own time, without waits for other ranks.
 Report = namedtuple("Report", [*COUNTED, "own", "copies", "all", "work", "spent_us"])
 
 
 def faults(reports: list[Report]) -> dict[int, list[str]]:
-    """Return the keys of KINDS that apply, by rank. reports: of one step, in rank order."""
+    """Return the keys of KINDS that apply, by rank, without faultless ranks. reports: of one step, in rank order."""
     kinds = COUNTED if not all(each.stale for each in reports) else COUNTED[:-1]  # no rank updates in a skipped step
     found = {rank: [kind for kind in kinds if getattr(each, kind)] for rank, each in enumerate(reports)}
     unlike = differing(reports)
-    for rank in unlike if len(unlike) < len(reports) or not any(found.values()) else ():  # else another fault tells
+    for rank in unlike if len(unlike) < len(reports) or not any(found.values()) else ():  # else another fault explains
         found[rank].append("differs")
     return {rank: kinds for rank, kinds in found.items() if kinds}
 
 
 def differing(reports: list[Report]) -> list[int]:
-    """Return the ranks whose weights differ from those of most others. Without a majority: the ranks without the
-    weights that the optimizers wrote, or all ranks if every rank lacks them."""
+    """Return the ranks whose weights differ from the majority's. Without a majority, return the ranks whose weights
+    are not those that the optimizers wrote, or all ranks if no rank's match."""
     usual, number = Counter(each.all for each in reports).most_common(1)[0]
     if 2 * number > len(reports):
         return [rank for rank, each in enumerate(reports) if each.all != usual]
@@ -58,18 +58,18 @@ def differing(reports: list[Report]) -> list[int]:
 
 
 class Speeds:
-    """Finds ranks whose time per token, the median over SLOW_STEPS steps, is SLOW times the median rank's."""
+    """Finds slow ranks: their time per token, the median of SLOW_STEPS steps, exceeds SLOW times the median rank's."""
 
     def __init__(self) -> None:
         self._paces, self._known, self._steps = deque(maxlen=SLOW_STEPS), set(), 0
 
     def add(self, reports: list[Report]) -> dict[int, float]:
-        """Add a step; return the ranks that have become slow, with their times as multiples of the median."""
+        """Add a step. Returns the ranks that are newly slow, with their times as multiples of the median rank's."""
         self._paces.append([each.spent_us / max(1, each.work) for each in reports])
         self._steps += 1
         if self._steps < SLOW_FIRST + SLOW_STEPS:
             return {}
-        paces = [statistics.median(own) for own in zip(*self._paces)]  # steps that write files take longer
+        paces = [statistics.median(own) for own in zip(*self._paces)]  # not the mean: steps that write files are slow
         usual = statistics.median_low(paces)
         slow = {rank: pace / usual for rank, pace in enumerate(paces) if pace > SLOW * usual > 0}
         known, self._known = self._known, slow.keys()
@@ -98,7 +98,7 @@ class Judge(Hook):
         self.speeds, self.unread = Speeds(), deque()
 
     def after_step(self, end: StepEnd) -> None:
-        """See Hook.after_step. On a GPU the numbers are read a step later, but before a checkpoint is saved."""
+        """Exchange the reports. On a GPU, they are read after the next step, or at once if a checkpoint is due."""
         session, watch = self.session, self.watch
         zero = torch.zeros((), dtype=torch.int64, device=session.ranks.device)
         own = torch.stack([zero + watch.counts[name] for name in Report._fields])
@@ -119,12 +119,12 @@ class Judge(Hook):
             )
         if found := faults(reports):
             places = gather([name for kept, changed in details for name in kept.names(changed)], self.session.ranks)
-            end.at_checkpoint = True  # a corrupted state is not saved
+            end.at_checkpoint = True  # prevents saving the corrupted state
             end.problems.append(message(step, found, places, self.watch.every))
 
 
 def check(resolved: ResolvedConfig) -> Iterator[str]:
-    """Yield a line for states on NVMe: between steps they are not in memory."""
+    """Yield a line if states are offloaded to NVMe, because then they are not in memory between steps."""
     if offload_device(resolved.config, "offload_optimizer") == "nvme":
         yield '--check_integrity_steps can\'t read states on NVMe: leave it out, or set offload_optimizer to "cpu"'
 

@@ -1,4 +1,4 @@
-"""Checksums and counts of one rank, taken around the calls of its engine, by names in DeepSpeed 0.19.8."""
+"""Compute one rank's checksums and counts around its engine's calls. Uses private names of DeepSpeed 0.19.8."""
 
 import contextlib
 import itertools
@@ -15,17 +15,17 @@ from llava_ds.engine.runner import Runner
 from llava_ds.engine.shards.pieces import layout_of, masters
 from llava_ds.extensions.base import SessionPart
 
-ROW = 1024  # 64-bit words: the precision with which a changed bit is located
-SMALL = 2**16  # bytes: smaller tensors are copied together, for one sum instead of many
-EARLIER = 4  # earlier steps whose optimizer states are compared with the current one's, to find stale shards
-EARLIER_BATCHES = 16  # steps whose tokens are kept, to tell a repeated batch from another wrong one
+ROW = 1024  # 64-bit words per checksum, and so the precision with which a changed bit is located
+SMALL = 2**16  # bytes; smaller tensors are concatenated, to compute one sum instead of many
+EARLIER = 4  # number of earlier steps whose optimizer states are compared with the current ones, to find stale shards
+EARLIER_BATCHES = 16  # number of steps whose tokens are stored, to recognize a repeated batch
 
-# A tensor to watch; and the name, the first element and the end of every parameter in it.
+# A tensor to watch, and the name, first element and end of every parameter in it.
 Entry = tuple[torch.Tensor, Sequence[tuple[str, int, int]]]
 
 
 class Snapshot:
-    """Row sums of tensors at one moment. sums: (rows,) int64 on the device; small tensors of one dtype share rows."""
+    """Row sums of tensors at one moment. sums: (rows,) int64, on the device. Small tensors of one dtype share rows."""
 
     def __init__(self, entries: Iterable[Entry], device: torch.device) -> None:
         self.device, self.groups = device, {}
@@ -40,11 +40,11 @@ class Snapshot:
         return [none, *(row_sums(*(each for each, _ in group)).to(self.device) for group in self.groups.values())]
 
     def changed(self) -> torch.Tensor:
-        """Sum the same tensors again; return which rows differ, (rows,) bool."""
+        """Sum the tensors again, and return which rows differ from the snapshot, (rows,) bool."""
         return torch.cat(self._sum()) != self.sums
 
     def names(self, changed: torch.Tensor) -> list[str]:
-        """List the parameters in the changed rows."""
+        """Return the names of the parameters in the changed rows. changed: from changed()."""
         found = []
         _, *of_groups = changed.split([len(sums) for sums in self.by_group])
         for group, rows in zip(self.groups.values(), of_groups):
@@ -57,12 +57,12 @@ class Snapshot:
 
 
 def row_sums(*tensors: torch.Tensor) -> torch.Tensor:
-    """Sum the bits of tensors of one dtype, laid end to end, in rows of ROW words that wrap around: (rows,) int64; the
-    last row has the rest."""
+    """Concatenate tensors of one dtype, and sum each row of ROW words as int64 with wraparound. Returns (rows,) int64;
+    the last row is the sum of the remaining bytes."""
     flat, *others = (tensor.detach().reshape(-1) for tensor in tensors)
     size = flat.element_size()
     if others or flat.storage_offset() * size % 8:
-        flat = torch.cat([flat, *others])  # a view as words has to begin at a word
+        flat = torch.cat([flat, *others])  # copy, because a view as int64 has to be aligned to 8 bytes
     whole = flat.numel() * size // 8 * 8 // size
     words = flat[:whole].view(torch.int64)
     full = words.numel() // ROW * ROW
@@ -71,17 +71,17 @@ def row_sums(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 class States:
-    """Lists this rank's tensors. rank: among the ranks that divide the optimizer's states."""
+    """Lists this rank's tensors. rank: this rank's index among the ranks that partition the optimizer's states."""
 
     def __init__(self, engine, rank: int) -> None:
         self.engine, self.optimizer, self.rank = engine, engine.optimizer, rank
         self.names = {p: name for name, p in engine.module.named_parameters()}
-        self.partitions = getattr(self.optimizer, "parallel_partitioned_bit16_groups", ())  # ZeRO-1, 2: of all ranks
+        self.partitions = getattr(self.optimizer, "parallel_partitioned_bit16_groups", ())  # ZeRO-1, 2: all ranks'
         self.shards = getattr(self.optimizer, "fp16_partitioned_groups_flat", ())  # ZeRO-3
         self.slots = [[(p.name, p.offset, p.offset + p.length) for p in slot] for slot in layout_of(engine).slots]
 
     def weights(self) -> Iterator[Entry]:
-        """Yield the weights: all copies, or this rank's shards."""
+        """Yield the weights on this rank: complete at ZeRO-0 to 2, shards at ZeRO-3."""
         for p, name in self.names.items():
             if not (p.requires_grad and (self.partitions or self.shards)):
                 tensor = getattr(p, "ds_tensor", p)
@@ -92,7 +92,7 @@ class States:
         yield from zip(self.shards, self.slots)
 
     def optimizer_states(self) -> Iterator[Entry]:
-        """Yield fp32 copies and moments; not Adam's count of steps."""
+        """Yield fp32 copies and moments, without Adam's step count."""
         states = self.engine.basic_optimizer.state
         for master, parts in zip(masters(self.engine), self.slots):
             copy = {} if master in self.names else {"fp32 copy": master}
@@ -101,12 +101,12 @@ class States:
                     yield value, [(f"{name} ({state})", *span) for name, *span in parts]
 
     def gradients(self) -> Iterator[Entry]:
-        """Yield the gradients summed so far: input of the next backward pass or step."""
+        """Yield the gradients accumulated so far, the input of the next backward pass or optimizer step."""
         flat = getattr(self.optimizer, "grad_partitions_flat_buffer", None)
         if flat is not None:
             yield from zip(flat.split([master.numel() for master in masters(self.engine)]), self.slots)
             return
-        for name in ("averaged_gradients", "all_grad_tensors"):  # ZeRO-1 and 2: of the step, and while it accumulates
+        for name in ("averaged_gradients", "all_grad_tensors"):  # ZeRO-1 and 2: final, and during accumulation
             for group in getattr(self.optimizer, name, {}).values():
                 yield from ((each, ()) for each in group or ())
         for p, name in self.names.items():
@@ -117,8 +117,8 @@ class States:
     def written(self) -> dict[str, torch.Tensor | int]:
         """Check the optimizer's last step.
 
-        Returns behind, the number of weights that differ from their rounded fp32 copies; own, the sum of the weights
-        that this rank's optimizer writes at ZeRO-1 and 2; and copies, of this rank's copies of those of all ranks.
+        Returns "behind", the number of tensors that differ from their rounded fp32 copies; "own", the checksum of the
+        weights that this rank's optimizer writes at ZeRO-1 and 2; "copies", the checksum of all ranks' such weights.
         """
         own, whole = [parts[self.rank] for parts in self.partitions], getattr(self.optimizer, "fp16_groups", ())
         pairs = zip(own or self.shards or itertools.chain(*whole), masters(self.engine))  # whole: ZeRO-0 in bfloat16
@@ -129,15 +129,15 @@ class States:
 
 
 class Watch(SessionPart):
-    """Watches one rank. every: steps between checks of the states; counts: the step's numbers, by field of Report;
-    details: snapshots, and the rows that changed."""
+    """Watches one rank. every: steps between checks of the states; counts: the step's values of Report's fields;
+    details: pairs of a snapshot and its changed rows."""
 
     def started(self, runner: Runner) -> None:
-        """Wrap methods of the engine."""
+        """Wrap the engine's methods with the checks."""
         self.engine, self.step, self.marks = runner.engine, 0, []
         self.every = self.plan.args.own["integrity"].check_integrity_steps
         self.states = States(self.engine, self.mesh.dp_rank)
-        # The ranks hold copies of the same weights.
+        # True if all ranks hold copies of the same weights.
         self.has_copies = not (self.mesh.places or self.mesh.in_data or self.states.shards)
         self._forget()
         wraps = {"backward": self._backward, "step": self._step, "load_checkpoint": self._loading}
@@ -147,14 +147,14 @@ class Watch(SessionPart):
             setattr(self.engine, name, around()(getattr(self.engine, name)))
 
     def _forget(self) -> None:
-        """Drop all sums and counts, as of states that a checkpoint replaced."""
+        """Drop all sums and counts, for example because a checkpoint replaced the states."""
         self.kept: dict[str, Snapshot] = {}
         self.gradients: Snapshot | None = None
         self.earlier: deque[list[torch.Tensor]] = deque(maxlen=EARLIER)
         self.counts, self.details = defaultdict(int), []
 
     def windows(self, engine, done: int, plain: Iterator[Window]) -> Iterator[Window]:
-        """Count the work of every window, and compare it with the step's plan if samples are known and not shared."""
+        """Count each window's tokens. Compares samples with the plan if they are known and ranks don't share them."""
         steps, self.seen = self.plan.steps, deque(maxlen=EARLIER_BATCHES)
         knows = self.mesh.shared == 1 and not self.plan.args.traits.draws and steps.dataset.is_whole
         layouts, self.step, self.marks, self.began = steps.after(done), done, [], time.process_time()
@@ -166,18 +166,18 @@ class Watch(SessionPart):
             if knows:
                 self._check(window, next(layouts).of_ranks[self.mesh.dp_rank])
             self.counts["work"] = window.counts.tokens
-            # On a GPU, the previous step's forward passes.
+            # On a GPU, this is the time of the previous step's forward passes.
             self.counts["spent_us"] = int(1e3 * sum(begin.elapsed_time(end) for begin, end in self.marks))
             self.marks = []
             yield window
             self.began = time.process_time()
 
     def _keep(self) -> None:
-        """Keep the sums of the states if the next step is checked."""
+        """Store the sums of the states if this step or the next one is checked."""
         if (self.step + 1) % self.every == 0 or self.step % self.every == 0:
             states = {"weight": self.states.weights(), "state": self.states.optimizer_states()}
             self.kept = {kind: Snapshot(entries, self.engine.device) for kind, entries in states.items()}
-            # Shards of weights may stay the same for a while: a small rate changes few values in bfloat16.
+            # Leave out shards of weights: in bfloat16, a small learning rate may not change them for several steps.
             self.earlier.append([self.kept[kind].sums for kind in ("state", "weight")[: 1 + self.has_copies]])
 
     def _compare(self, **kept: Snapshot | None) -> None:
@@ -225,7 +225,7 @@ class Watch(SessionPart):
             self.counts["all"] = self.kept["weight"].sums.sum() * self.has_copies
 
     def _check(self, window: Window, planned: list[list[int]]) -> None:
-        """Compare the supervised tokens of every micro-batch, and the tokens of its first sample."""
+        """Compare each micro-batch's number of supervised tokens, and the tokens of its first sample, with the plan."""
         dataset, ids = self.plan.steps.dataset, torch.cat([batch.input_ids[0] for batch in window.batches])
         wrong = never = torch.zeros((), dtype=torch.bool, device=ids.device)
         for micro, plan in zip(window.micro_batches, planned):

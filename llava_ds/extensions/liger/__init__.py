@@ -1,1 +1,1 @@
-"""Liger's fused norms, rotary positions and SwiGLU instead of transformers', after a comparison."""
+"""Use Liger's fused norms, rotary positions and SwiGLU, after comparing them with transformers' code."""

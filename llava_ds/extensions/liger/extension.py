@@ -1,4 +1,4 @@
-"""Liger's kernels in a run: refused if they can't run, and applied to each language model that trains."""
+"""Apply Liger's kernels to each language model that trains, and refuse the flag if they can't run."""
 
 import importlib.util
 from collections.abc import Iterator

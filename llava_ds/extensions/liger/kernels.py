@@ -1,7 +1,7 @@
 """Liger's fused RMSNorm, rotary positions and SwiGLU instead of transformers' (--use_liger_kernel).
 
-Its linear cross-entropy is not used: it counts targets on the host, and so waits for the device in every micro-batch;
-output_loss.py does the same without waiting.
+Liger's linear cross-entropy is not used, because it counts targets on the host, and so waits for the device in every
+micro-batch. output_loss.py computes the loss without this wait.
 """
 
 import sys
@@ -16,9 +16,9 @@ from llava_ds.model.open.probe import VOCABULARY, random_copy, random_inputs, re
 from llava_ds.runtime.tf32 import exact_fp32
 
 FLAG = "--use_liger_kernel"
-ROTARY = "apply_rotary_pos_emb"  # in all families of transformers that Liger supports
+ROTARY = "apply_rotary_pos_emb"  # name in all transformers families that Liger supports
 LOGITS = "the logits"
-# Largest difference from transformers' kernels, relative to the largest value: they round differently.
+# Maximum difference from transformers' code, relative to the largest value. Liger's kernels round differently.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
@@ -60,7 +60,7 @@ def replace_kernels(language_model: nn.Module) -> dict[str, int]:
         _apply_liger_kernel_to_instance(language_model, cross_entropy=False, fused_linear_cross_entropy=False)
         rotary = family.get(ROTARY)
     finally:
-        family.update(before)  # else other models of the family, perhaps on a CPU, would use Liger's kernels
+        family.update(before)  # otherwise other models of the family, even on a CPU, would use Liger's kernels
     counts: dict[str, int] = {}
     for module, forward in before_forwards.items():
         if module.forward != forward:
@@ -71,7 +71,7 @@ def replace_kernels(language_model: nn.Module) -> dict[str, int]:
 
 
 def _replace_rotary(module: nn.Module, rotary) -> bool:
-    """Make an attention module use another rotary function; returns False for modules without rotary positions."""
+    """Make an attention module use another rotary function. Returns False for modules without rotary positions."""
     forward = getattr(module.forward, "__func__", None)
     if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names:
         return False
@@ -97,7 +97,7 @@ def _largest_difference(config: PreTrainedConfig, device: torch.device, dtype: t
         nn.functional.cross_entropy(logits.float(), targets).backward()
         gradients = {f"the gradients of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
         results.append({LOGITS: logits.detach(), **gradients})
-    # Some gradients are only rounding, like a key bias's: compare with at least a tenth of the largest.
+    # Some gradients, like a key bias's, are only rounding errors: divide by at least a tenth of the largest gradient.
     least = torch.stack([g.abs().max() for g in gradients.values()]).max() / 10
     differences = {
         name: ((results[1][name] - wanted).abs().max() / torch.maximum(wanted.abs().max(), least)).item()

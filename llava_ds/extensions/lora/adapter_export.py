@@ -1,5 +1,5 @@
 # T tokens, D language-model width, V vocabulary; I, O widths of a linear layer, R rank
-"""LoRA: the adapter's folder, for peft and LLaVA, and the weights with LoRA merged."""
+"""Write a LoRA adapter folder for peft and LLaVA, and merge LoRA into the weights of a complete model."""
 
 import contextlib
 import json
@@ -41,9 +41,8 @@ from llava_ds.model.open.weights import Overlaid, Source
 from llava_ds.model.projector import Newline
 from llava_ds.runtime.ranks import Ranks
 
-# The settings that peft had in LLaVA's time. Newer ones are written only if they differ from the default: older
-# versions
-# of peft, as used by LLaVA's code, refuse unknown keys.
+# Settings of the peft version that LLaVA uses. It refuses unknown keys, so newer settings are written only if they
+# differ from their defaults.
 ADAPTER_KEYS = (
     "auto_mapping", "base_model_name_or_path", "bias", "fan_in_fan_out", "inference_mode", "init_lora_weights",
     "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "modules_to_save", "peft_type", "r",
@@ -60,7 +59,7 @@ def layout_of(export: ExportPlan) -> lora.LoraLayout:
 def export_adapter(export: ExportPlan, model: LlavaModel, output_dir: Path, ranks: Ranks) -> Written:
     """Write the adapter of a model in training.
 
-    Collective; only rank 0 writes, and returns checksums of the tensors' bits.
+    Collective: only rank 0 writes and returns checksums of the tensors' bits; other ranks return an empty dict.
     """
     layout, named = layout_of(export), dict(model.named_parameters())
     adapters = {n: p for n, p in named.items() if p.requires_grad and layout.holds(n)}
@@ -77,7 +76,7 @@ def export_adapter(export: ExportPlan, model: LlavaModel, output_dir: Path, rank
 
 
 def _before(name: str, weight: torch.Tensor, export: ExportPlan, model: LlavaModel) -> torch.Tensor:
-    """Return a weight outside the adapter as it was before LoRA was initialised with a part of it."""
+    """Return a weight stored outside the adapter, with LoRA's initial product added back if it was subtracted."""
     scales = {target.name: target.scale(export.args) for target in layout_of(export).targets}
     layer = name.removesuffix(".base_layer.weight")
     if layer + lora.A not in lora.start_of(model):
@@ -95,8 +94,8 @@ def write_restored_adapter(
 ) -> Written:
     """Write the adapter of a checkpoint, and return checksums of the tensors' bits.
 
-    trained: its entries; start: LoRA's initial matrices, if they were a part of the weights; base: the run's initial
-    model.
+    trained: the checkpoint's entries. start: LoRA's initial matrices, if they were subtracted from the weights. base:
+    entries of the run's initial model.
     """
     by_name = {entry.name: entry for entry in base if entry.name.startswith(PROJECTOR)}
     by_name |= {entry.name: entry for entry in trained}
@@ -121,14 +120,14 @@ def write_adapter(
     beside: dict[str, torch.Tensor],
     output_dir: Path,
 ) -> Written:
-    """Write the folder of LLaVA's LoRA runs (peft can open it); returns checksums of the tensors' bits.
+    """Write an adapter folder like LLaVA's LoRA runs, readable by peft. Returns checksums of the tensors' bits.
 
-    adapter_config.json and adapter_model.safetensors: LoRA, the biases that trained with it, and --modules_to_save;
-    non_lora_trainables.bin: projector, newline, and the tower if it trained in full, under LLaVA's keys; config.json
-    with LLaVA's fields. For an extension's architecture: peft's folder over transformers' class of the complete model,
-    with fully trained parts in its modules_to_save. adapters, beside: tensors of the first two files and of the third,
-    by their names in the model; start: LoRA's initial matrices, if they were a part of the weights: the adapter is then
-    written for the unchanged weights. Source: LLaVA's train.py (get_peft_state_maybe_zero_3 and its non_lora twin).
+    adapter_model.safetensors holds LoRA, the biases trained with it, and --modules_to_save. non_lora_trainables.bin
+    holds the projector, newline, and a fully trained tower under LLaVA's keys. An extension's architecture gets peft's
+    files for transformers' class of the complete model, with fully trained parts in modules_to_save. adapters, beside:
+    tensors for adapter_model.safetensors and for non_lora_trainables.bin, by name in the model. start: LoRA's initial
+    matrices, if they were subtracted from the weights; the adapter is then converted to fit the original weights.
+    Source: LLaVA's train.py (get_peft_state_maybe_zero_3 and its non_lora twin).
     """
     layout, architecture = layout_of(export), export.model.architecture
     tensors = lora.over_unchanged_weights(adapters, start)
@@ -157,8 +156,8 @@ def write_adapter(
 def _write_config(export: ExportPlan, saved: list[str], doubles: bool, output_dir: Path) -> None:
     """Write adapter_config.json.
 
-    saved: modules that the adapter's file contains in full; doubles: True if LoRA's matrices have twice their trained
-    rank, at the same scale.
+    saved: modules stored in full in the adapter's file. doubles: True if the stored LoRA matrices have twice the
+    trained rank, at the same scale.
     """
     args = export.args
     more, bigger = (2, math.sqrt(2) if own(args).use_rslora else 2) if doubles else (1, 1)
@@ -179,17 +178,17 @@ def _write_config(export: ExportPlan, saved: list[str], doubles: bool, output_di
         **{key: value for key, value in patterns.items() if value},
     }
     if doubles:
-        written["init_lora_weights"] = True  # else peft would subtract from the weights again
+        written["init_lora_weights"] = True  # otherwise peft would subtract the initial product from the weights again
     (output_dir / lora.ADAPTER_CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
 @torch.no_grad()
 def compare_reloaded_adapter(output_dir: Path, export: ExportPlan, batch: Batch, logits: torch.Tensor) -> float:
-    """Open the adapter with peft over fresh parts, and compare its logits with the trained model's.
+    """Open the adapter with peft over the initial model, and compare its logits with the trained model's.
 
-    Projector and tower come from the file in the adapter's folder. batch: a single sample; logits (T, V): the trained
-    model's, at all or the first few positions, computed within quantize.exact_products. With --bits the fresh model is
-    quantized in the same way. Returns and raises like compare_logits. Raises NotCompared if time or memory run out.
+    Projector and tower come from the file in the adapter's folder. batch: a single sample; logits (T, V): from the
+    trained model, at all or the first few positions, computed within quantize.exact_products. With --bits, the initial
+    model is quantized, too. Returns and raises like compare_logits; raises NotCompared if time or memory runs out.
     """
     from peft import PeftModel
 
@@ -215,9 +214,9 @@ def compare_reloaded_adapter(output_dir: Path, export: ExportPlan, batch: Batch,
 
 @torch.no_grad()
 def hold_packed(export: ExportPlan, base: nn.Module, deadline: Deadline) -> None:
-    """Replace the weights of transformers' class that --bits packs by their dequantised ones.
+    """Quantize the weights that --bits packs, and store them dequantized in `base`, a model of transformers' class.
 
-    They are no longer mapped from their files. Raises NotCompared if time or memory run out.
+    The weights are no longer mapped from their files, but in memory. Raises NotCompared if time or memory runs out.
     """
     with torch.device("meta"):
         language_model = AutoModelForCausalLM.from_config(export.model.text_config)
@@ -231,7 +230,7 @@ def hold_packed(export: ExportPlan, base: nn.Module, deadline: Deadline) -> None
 
 @contextlib.contextmanager
 def built_in(dtype: torch.dtype) -> Iterator[None]:
-    """Build modules in a precision."""
+    """Set torch's default dtype inside the context, so that modules are built in it."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -243,8 +242,8 @@ def built_in(dtype: torch.dtype) -> Iterator[None]:
 class _FreshVision(nn.Module):
     """Tower and projector at the start of a run.
 
-    adapted: modules with adapters, by name, with their names in peft's files; modules_in_files: these, and all modules
-    with parameters.
+    adapted: maps names of modules with LoRA or in --modules_to_save to their names in peft's files. modules_in_files:
+    the same for all modules with parameters.
     """
 
     def __init__(self, export: ExportPlan) -> None:
@@ -265,7 +264,7 @@ class _FreshVision(nn.Module):
             self.modules_in_files |= self.adapted
 
     def embed(self, embedding: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return LlavaModel's embeddings."""
+        """Return the batch's input embeddings, with image features placed as in LlavaModel."""
         features = self.projector(self.vision_tower(batch.pixel_values, batch.tower))
         return merge_features(embedding(batch.input_ids), features, batch.placing, self.newline)[0]
 
@@ -316,10 +315,11 @@ def merged_entries(
     layout: lora.LoraLayout,
     start: dict[str, torch.Tensor] | None = None,
 ) -> list[Entry]:
-    """Return the complete model without LoRA: every weight merged in float32 and rounded once.
+    """Return the entries of the complete model with LoRA merged: computed in float32 and rounded once.
 
-    trained: a checkpoint's entries; base: the run's initial model; start: LoRA's initial matrices, if they were a
-    part of the weights. With --bits, LoRA is added to the dequantized weights, because it was trained with them.
+    trained: a checkpoint's entries. base: entries of the run's initial model. start: LoRA's initial matrices, if they
+    were subtracted from the weights. With --bits, LoRA is added to the dequantized weights, because it was trained with
+    them.
     """
     by_name = {entry.name: entry for entry in trained}
     plain = {lora.plain_name(name): entry for name, entry in by_name.items() if not lora.is_lora(name)}
@@ -346,7 +346,7 @@ def _merged(
     began: list[tuple[torch.Tensor, torch.Tensor, float]],
     args: ModelArguments,
 ) -> torch.Tensor:
-    """Merge entries of W, A, B and optional magnitudes, in W's precision. began: initial halves (merged_weight)."""
+    """Merge A, B and optional magnitudes into W, in W's precision. began: initial A, B and scale to subtract."""
     base = weight.read()
     packed = own(args).bits < 16 and weight.name.startswith(formats.LANGUAGE_MODEL)
     held = quantize.quantize_and_back(base, own(args)) if packed else base

@@ -8,7 +8,7 @@ from llava_ds.files.writing import sha256
 
 
 def non_lora_file(folder: str | Path) -> str | None:
-    """Return an adapter's file of other trained weights: projector, perhaps newline and tower. None if it has none."""
+    """Return the adapter's file of weights trained besides LoRA (projector, newline, tower); None if missing."""
     if not (file := Path(folder) / BESIDE_ADAPTER).is_file():
         return None
     own_file(file)

@@ -1,4 +1,4 @@
-"""Read a LoRA adapter's folder as the model merged from adapter and base."""
+"""Open a LoRA adapter's folder as a complete model: the base model with the adapter merged."""
 
 import dataclasses
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def open_adapter(path: str, model_base: str | None) -> ModelFolder:
             sources[part] = over if over is None else dataclasses.replace(over, changes=(merge,))
             continue
         changes = list(source.changes)
-        if over is not None:  # tensors stored next to the adapter lack LoRA, though their layers may have it
+        if over is not None:  # tensors in a separate file are stored without LoRA, though their layers may have it
             changes.append(Over(_overlay, over, is_tower=part == "vision_tower"))
         sources[part] = dataclasses.replace(source, changes=(*changes, merge))
     # The tower of a composed LLaVA is in its own folder, and the adapter may contain LoRA for it.
@@ -88,7 +88,7 @@ def _renames_of_adapter(base: ModelFolder, is_llava: bool) -> dict[str, Callable
 
 
 def _overlay(over: Source, below: Weights, is_tower: bool) -> Overlaid:
-    """Overlay LLaVA's files: they hold the whole tower, but only the layers that run are used."""
+    """Overlay tensors from LLaVA's files. They hold the whole tower, but only the layers that run are used."""
     return Overlaid(below, over.open(below.shapes.__contains__) if is_tower else over.open())
 
 

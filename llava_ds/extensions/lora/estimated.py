@@ -1,4 +1,4 @@
-"""LoRA's part of the estimates of memory and speed, called by name from llava_ds/extensions/planning."""
+"""Account for LoRA in the memory and speed estimates; llava_ds/extensions/planning calls this by name."""
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -30,7 +30,7 @@ def packed(model: LlavaModel, args: ModelArguments) -> tuple[set[str], int, floa
 
 
 def widths(language_model: nn.Module, text: PreTrainedConfig, args: ModelArguments) -> dict[str, int]:
-    """Return the widths of a layer's LoRA, by the names of TextShape."""
+    """Return the widths of LoRA in one layer, keyed by TextShape's field names."""
     layers, flags = [layer for _, layer in lora_layers(language_model)], own(args)
     experts = experts_per_token(text) if any(hasattr(layer, "parameter_name") for layer in layers) else 1
     of_layer = {

@@ -1,10 +1,10 @@
-# T tokens, k experts for each, E experts, D width of the language model, I, O widths of an expert's matrix, R rank
+# T tokens, k experts per token, E experts, D width of the language model, I, O widths of an expert's matrix, R rank
 """LoRA on the matrices of a layer's experts, stored as one tensor (E, O, I), with peft's names and shapes.
 
 peft wraps the experts' module once for each tensor with LoRA. If both tensors have LoRA, "experts.gate_up_proj" becomes
 "experts.base_layer.base_layer.gate_up_proj"; the first wrapper has "experts.base_layer.lora_A.default.weight" (E * R,
-I) and lora_B (O, R * E), the second "experts.lora_A.default.weight". peft's forward adds the product of A and B to all
-weights, so its gradient is as large as the weights. Here tokens go through A and B.
+I) and lora_B (O, R * E), the second "experts.lora_A.default.weight". peft's forward adds the product of A and B to the
+weights, so it needs a gradient as large as the weights. This module applies A and B to the tokens instead.
 """
 
 import types
@@ -18,7 +18,7 @@ from transformers.integrations.moe import _grouped_linear
 
 from llava_ds.extensions.lora.merged_adapters import by_matrix
 
-# peft 0.21 gives this warning for every pattern of such tensors, and still applies it.
+# peft 0.21 gives this warning for every pattern that names expert tensors, although it applies the pattern.
 UNTRUE = "The following (rank|alpha)_pattern keys did not match any targeted module"
 ALIGNED = 8  # grouped matrix products on GPUs need ranks that are multiples of this
 
@@ -47,7 +47,7 @@ def wrap_experts(experts: nn.Module, config: object, adapter: str) -> nn.Module:
 def _forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Apply the experts: (T, D), chosen experts (T, k) and their weights (T, k), to (T, D).
+    """Apply the experts to (T, D), given each token's experts (T, k) and their weights (T, k). Returns (T, D).
 
     Source: transformers' grouped_mm_experts_forward. Loops over experts if torch has no grouped product.
     """

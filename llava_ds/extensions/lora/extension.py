@@ -1,4 +1,4 @@
-"""The LoRA extension: added to the layers after the weights are loaded (packed with --bits); exported as an adapter."""
+"""Add LoRA to the layers once the weights are loaded, quantized with --bits, and export it as an adapter."""
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -86,7 +86,7 @@ class Lora(Wrap):
             file = adapter_file(flags.lora_weight_path)
             named = dict(model.named_parameters())
             weights = WeightFiles(file, layers.names_from_peft(model, named))
-            # If an architecture's connector and tower were trained, this file has them.
+            # For an extension's architecture, this file also holds the connector and tower if they were trained.
             beside = weights.shapes if plan.architecture is not None else ()
             trained = {n: p for n, p in named.items() if (p.requires_grad and layout.holds(n)) or n in beside}
             load_weights(trained, weights, build.ranks, "--lora_weight_path")
@@ -99,9 +99,9 @@ class Lora(Wrap):
 
 
 def _gather_as_one(model: LlavaModel) -> None:
-    """Make ZeRO-3 gather a DoRA layer with all of its parameters, unless it is inside a layer that is gathered at once.
+    """Make ZeRO-3 gather all parameters of a DoRA layer at once, unless an enclosing layer is gathered as a whole.
 
-    DoRA also reads the base weight.
+    DoRA's submodules also read the base weight of another module.
     """
     leaves = tuple(layer_classes(model))
     inside = {id(m) for leaf in model.modules() if isinstance(leaf, leaves) for m in leaf.modules()}
@@ -111,7 +111,7 @@ def _gather_as_one(model: LlavaModel) -> None:
 
 
 class Export(Adapter):
-    """Writes the folder of LLaVA's LoRA runs (peft can open it); see adapter_export.py."""
+    """Writes the adapter folder of LLaVA's LoRA runs, readable by peft (adapter_export.py)."""
 
     def write(self, export: ExportPlan, model: LlavaModel, folder: Path, ranks: Ranks) -> Written:
         from llava_ds.extensions.lora.adapter_export import export_adapter
@@ -149,7 +149,7 @@ class Export(Adapter):
 
 
 def _start(export: ExportPlan, checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return LoRA's initial matrices in a checkpoint's run, if they were a part of the weights."""
+    """Return LoRA's initial matrices from a checkpoint's run, if they were subtracted from the weights."""
     return layers.read_start(checkpoint) if changes_base(own(export.args)) else {}
 
 

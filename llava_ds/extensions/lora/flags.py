@@ -1,4 +1,4 @@
-"""The flags of LoRA, and of packed weights under it (QLoRA)."""
+"""Flags of LoRA, and of quantized base weights (QLoRA)."""
 
 import json
 import re
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 _lora, _lora_free = flags_of("lora")
 
-# The names of --lora_modules, and the parts of the model.
+# Maps names in --lora_modules to parts of the model.
 LORA_PARTS = {"language": "language_model", "vision": "vision_tower", "projector": "projector"}
 ALL_LINEAR = ("all-linear", "all")  # peft's and LLaMA-Factory's words for the default of --lora_target_modules
-# Keys of the JSON's zero_optimization that do arithmetic on gathered parameters.
+# Keys of zero_optimization in the DeepSpeed JSON that compute with gathered parameters, so packed bytes would break.
 CHANGE_BYTES = (
     "zero_quantized_weights",
     "zero_quantized_nontrainable_weights",
@@ -30,7 +30,7 @@ OF_PACKED = ("quant_type", "double_quant")  # flags that --bits 4 reads
 
 @dataclass(frozen=True)
 class Flags(ExtensionFlags):
-    """The flags of LoRA, and of packed weights under it."""
+    """Flags of LoRA, and of quantized base weights."""
 
     of_model: ClassVar = True
     other_names: ClassVar = {
@@ -115,11 +115,11 @@ class Flags(ExtensionFlags):
 
     @property
     def packs(self) -> bool:
-        """True if the language model's linear layers have packed weights."""
+        """True if the weights of the language model's linear layers are quantized."""
         return self.bits < 16
 
     def features(self) -> Iterator[tuple[str, Mapping[str, str], tuple[str, ...]]]:
-        """Yield LoRA, packed weights, and an initialisation from a part of the weights."""
+        """Yield the features in use: LoRA, quantized weights, and initialisation from the base weights."""
         untried = {"dense_mlps": "no class opens such an adapter over these experts"}
         if self.lora_enable:
             needs = {"whole_matrices": "an adapter needs the whole matrix", **untried}
@@ -132,7 +132,7 @@ class Flags(ExtensionFlags):
             yield f"--init_lora_weights {self.init_lora_weights}", needs, ()
 
     def projector_files(self) -> dict[str, str]:
-        """Return the file of other weights that were trained with the adapter of --lora_weight_path, by flag."""
+        """Return, by flag, the file of weights that were trained besides LoRA in --lora_weight_path."""
         if self.lora_weight_path is None:
             return {}
         from llava_ds.extensions.lora.adapter_folder import non_lora_file
@@ -141,7 +141,7 @@ class Flags(ExtensionFlags):
         return {} if file is None else {"--lora_weight_path": file}
 
     def identity(self) -> dict[str, object]:
-        """Return the hash of --lora_weight_path's content, for comparison instead of the path."""
+        """Return a hash of the content of --lora_weight_path. It replaces the path when runs are compared."""
         if self.lora_weight_path is None:
             return {}
         from llava_ds.extensions.lora.adapter_folder import adapter_digest
@@ -149,16 +149,16 @@ class Flags(ExtensionFlags):
         return {"lora_weight_path": adapter_digest(Path(self.lora_weight_path))}
 
     def converted(self) -> "tuple[Flags, list[str]]":
-        """Return the flags with comma-separated names, and a line for each problem with them."""
+        """Return the flags with comma-separated names parsed, and a line for each problem with the names."""
         targets, problems = _targets(self.lora_target_modules)
-        # YAML's true, and peft's; LLaVA's scripts write "" for no adapter.
+        # YAML gives true, like peft's default. LLaVA's scripts write "" for no adapter.
         start = "true" if self.init_lora_weights == "True" else self.init_lora_weights
         path, saved = self.lora_weight_path or None, joined(self.modules_to_save)
         known = {"lora_target_modules": targets, "modules_to_save": saved}
         return replace(self, **known, init_lora_weights=start, lora_weight_path=path), problems
 
     def json_problems(self, config: dict) -> Iterator[str]:
-        """Yield a line for every setting of stage 3 that does arithmetic on packed bytes."""
+        """Yield a line for every ZeRO-3 setting that would compute with packed bytes as if they were numbers."""
         zero = config["zero_optimization"]
         if not self.packs or zero.get("stage", 0) < 3:
             return
@@ -179,7 +179,7 @@ class Flags(ExtensionFlags):
             )
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """Yield a line for every conflict between these flags, and with other flags that choose trained parts."""
+        """Yield a line for every conflict among these flags, or with other flags that choose the trained parts."""
         yield from self._problems_of_enabling(args)
         if not self.lora_enable:
             return
@@ -251,13 +251,13 @@ class Flags(ExtensionFlags):
 
     @property
     def _narrowing(self) -> str:
-        """Return the flags that leave linear layers of the language model without LoRA, as text."""
+        """Return, as text, the given flags that leave some of the language model's linear layers without LoRA."""
         if "language_model" not in self.adapted_parts:
             return f"--lora_modules {self.lora_modules}, or name language in it"
         return "" if self.lora_target_modules is None else "--lora_target_modules"
 
     def notes(self, args: "Arguments") -> Iterator[str]:
-        """Yield a line for every given flag without an effect."""
+        """Yield a line for every given flag that has no effect."""
         if not self.lora_enable and "lora_enable" in args.given:
             for name in self._given(args):
                 yield f"--{name} {getattr(self, name)} has no effect: --lora_enable is False"
@@ -272,12 +272,12 @@ class Flags(ExtensionFlags):
 
 
 def changes_base(flags: Flags) -> bool:
-    """Return True if LoRA is initialised with a part of the weights, subtracted from them (--init_lora_weights)."""
+    """Return True if LoRA's initial product is taken out of the base weights (--init_lora_weights)."""
     return flags.lora_enable and flags.init_lora_weights.startswith(("pissa", "olora"))
 
 
 def _targets(value: str | list[str] | None) -> tuple[str | None, list[str]]:
-    """Parse --lora_target_modules: comma-separated names, or one regular expression; returns problems as well."""
+    """Parse --lora_target_modules, comma-separated names or one regular expression. Also returns problems."""
     words = [value] if isinstance(value, str) else value or []
     if not any(map(is_pattern, words)):
         names = joined(words)

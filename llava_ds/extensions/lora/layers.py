@@ -1,12 +1,11 @@
 # I, O widths of a linear layer, R rank, E experts
 """LoRA on linear layers, through peft's layers (Hu et al. 2021, arXiv 2106.09685), and its variants.
 
-The layers are replaced in place, and the model's parts stay transformers' own classes: the weight of a linear layer "x"
-becomes "x.base_layer.weight", with "x.lora_A.default.weight" (R, I) and "x.lora_B.default.weight" (O, R), and with DoRA
-"x.lora_magnitude_vector.default.weight" (O,). For experts it is added to the tensors of all of a layer's matrices
-(expert_layers.py).
-Flags and files name a layer as in the class that peft opens an adapter over: LLaVA's, with the language model's names,
-model.mm_projector and model.vision_tower; or the class of an extension's architecture.
+Layers are replaced in place; the model's parts keep transformers' classes. The weight of a linear layer "x" becomes
+"x.base_layer.weight", with "x.lora_A.default.weight" (R, I) and "x.lora_B.default.weight" (O, R), and with DoRA
+"x.lora_magnitude_vector.default.weight" (O,). Experts get it on the tensor that stacks all expert matrices of a layer
+(expert_layers.py). Flags and files use the layer names of the class that peft wraps. That is LLaVA's class, with the
+language model's names, model.mm_projector and model.vision_tower, or the class of an extension's architecture.
 """
 
 import contextlib
@@ -32,19 +31,19 @@ from llava_ds.extensions.lora.merged_adapters import PEFT_PREFIX, STACKED, merge
 from llava_ds.files.model_files import ADAPTER_CONFIG, ADAPTER_FILES, adapter_file, read_json
 from llava_ds.model.open import names as formats
 
-START_FILE = "lora_start.pt"  # in a checkpoint: LoRA's initial matrices, if they were parts of the weights
+START_FILE = "lora_start.pt"  # in a checkpoint: LoRA's initial matrices, if subtracted from the weights
 ADAPTER = "default"  # peft's name for a single adapter
 A, B, MAGNITUDE = (f".lora_{part}.{ADAPTER}.weight" for part in ("A", "B", "magnitude_vector"))
 
-# Unsupported adapter settings that would change its computation, with the values that have no effect.
+# Adapter settings that are not supported because they change the computation, with the values that change nothing.
 PLAIN = {
     "use_qalora": (False, None), "lora_bias": (False, None), "trainable_token_indices": (None, []),
     "fan_in_fan_out": (False, None), "layer_replication": (None, []), "alora_invocation_tokens": (None, []),
 }  # fmt: skip
-# Linear layers outside experts that peft 0.21 treats as experts because of their names, by model_type: a mixture may
-# have layers without experts. Source: its transformers_weight_conversion.py.
+# Linear layers that peft 0.21 mistakes for experts because of their names, by model_type. A mixture may also have dense
+# layers. Source: its transformers_weight_conversion.py.
 TAKEN_FOR_EXPERTS = {"qwen3_moe": (".gate_proj", ".up_proj", ".down_proj")}
-# The adapter settings that flags set, by flag; modules_to_save is compared by its tensors.
+# Adapter settings by the flag that sets them. modules_to_save is missing because its tensors are compared instead.
 OURS = {
     "lora_r": "r", "lora_alpha": "lora_alpha", "lora_bias": "bias", "use_rslora": "use_rslora", "use_dora": "use_dora",
     "lora_rank_pattern": "rank_pattern", "lora_alpha_pattern": "alpha_pattern",
@@ -57,7 +56,7 @@ def own(args: ModelArguments) -> Flags:
 
 
 def check_lora(args: ModelArguments) -> None:
-    """Raise ConfigError unless the packages for LoRA and quantization are installed, and --lora_weight_path fits."""
+    """Raise ConfigError if a package for LoRA or quantization is missing, or --lora_weight_path doesn't fit."""
     for is_needed, flag, package, extra in (
         (own(args).lora_enable, "--lora_enable", "peft", "lora"),
         (own(args).bits < 16, f"--bits {own(args).bits}", "bitsandbytes", "qlora"),
@@ -92,8 +91,8 @@ def linear_names(language_model: nn.Module) -> list[str]:
 class Target:
     """A layer with LoRA: its name in the model and in peft's files, LoRA's rank, and alpha.
 
-    weight: the name of the changed weight; halves: the prefix of A's and B's names. For experts, name is a tensor of
-    all of a layer's matrices, and is_stacked True.
+    weight: name of the weight that LoRA changes. halves: prefix of the names of A and B. For experts, name is the
+    tensor that stacks a layer's expert matrices, and is_stacked is True.
     """
 
     name: str
@@ -108,7 +107,7 @@ class Target:
         return self.name if self.is_stacked else f"{self.name}.weight"
 
     def scale(self, args: ModelArguments) -> float:
-        """The factor of B A."""
+        """Return the factor by which the product B A is scaled."""
         return self.alpha / (math.sqrt(self.rank) if own(args).use_rslora else self.rank)
 
 
@@ -126,7 +125,7 @@ class LoraLayout:
     parts: frozenset[str]
 
     def holds(self, name: str) -> bool:
-        """Return True if a trained parameter belongs to the adapter's file: in a part with LoRA, or saved."""
+        """Return True if a trained parameter is stored in the adapter's file: it is in a part with LoRA, or saved."""
         return name.partition(".")[0] in self.parts or self.is_saved(name)
 
     def is_saved(self, name: str) -> bool:
@@ -159,7 +158,7 @@ def lora_layout(
         and not layout.is_saved(f"{name}.weight")
     }
     if "language_model" in layout.parts:
-        linear_names(model.language_model)  # raises without one
+        linear_names(model.language_model)  # raises if there is no linear layer
     outer = {name: layout.of_module(name) for name in linear}
     stacked = {name: layout.rename(name) for name in _stacked_names(model, layout)}
     wanted = _wanted(args, list(outer.values()), list(stacked.values()))
@@ -209,7 +208,7 @@ def _llavas_names(args: ModelArguments) -> Callable[[str], str]:
 
 
 def _stacked_names(model: nn.Module, layout: LoraLayout) -> list[str]:
-    """Return the names of tensors of all experts of a layer, in the parts with LoRA."""
+    """Return the names of tensors that stack a layer's expert matrices, in the parts with LoRA."""
     return [
         name
         for name, parameter in model.named_parameters()
@@ -225,7 +224,7 @@ def _wrap(name: str, chosen: list[str]) -> str:
 
 
 def _refuse_for_experts(args: ModelArguments, targets: list[Target], text_config: PreTrainedConfig) -> None:
-    """Raise ConfigError for options that peft lacks for expert tensors, and for layers that it takes for experts."""
+    """Raise ConfigError for options that peft lacks for experts, and for layers that peft mistakes for experts."""
     stacked = next((target.outer for target in targets if target.is_stacked), None)
     found = [
         f"{flag}: the tensor {stacked} holds all experts of a layer, {why}, or leave experts out of "
@@ -336,7 +335,7 @@ def _first(patterns: dict[str, int], outer: str, default: int) -> int:
 
 
 def peft_config(args: ModelArguments, targets: list[str], rank: int, alpha: float):
-    """Return a peft.LoraConfig for layers of one rank."""
+    """Return a peft.LoraConfig for `targets`, layers that share one rank and alpha."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -360,16 +359,17 @@ def add_lora(
     seed: int,
     start: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Add LoRA to the layout's layers, in the model's precision; freeze all else in the parts with LoRA.
+    """Add LoRA to the layout's layers, in the model's precision, and freeze the rest of the parts with LoRA.
 
-    A depends only on the seed, and B is zero, or both are parts of the weight, and are subtracted from it
-    (--init_lora_weights). Those are kept in model.lora_start, by name, on the CPU. Call it outside of zero.Init, where
-    B would not be zero: under ZeRO-3, deepspeed.initialize partitions LoRA, and one weight at a time is gathered if a
-    variant reads it. start: initial matrices of a resumed run, if they were parts of the weights.
+    By default, A depends only on the seed and B is zero. With some --init_lora_weights, A and B are computed from the
+    weight and their product is subtracted from it; model.lora_start then holds both on the CPU, by name. Call this
+    outside zero.Init, because B would not be zero inside. Under ZeRO-3, weights are gathered one at a time if a variant
+    reads them, and deepspeed.initialize partitions LoRA. start: initial matrices of a resumed run, if they were
+    subtracted.
     """
     dtype = model.language_model.get_input_embeddings().weight.dtype
     model.lora, model.lora_start = layout, {}
-    with torch.random.fork_rng(devices=[]):  # peft draws them on the CPU in float32
+    with torch.random.fork_rng(devices=[]):  # peft initialises LoRA on the CPU in float32
         torch.manual_seed(seed + 1)  # the projector uses the seed itself
         for target in layout.targets:
             if target.is_stacked:
@@ -393,7 +393,7 @@ def add_lora(
 def _add_to_experts(
     model: nn.Module, place: str, targets: list[Target], args: ModelArguments, dtype: torch.dtype
 ) -> None:
-    """Add LoRA to tensors of all experts of a layer. place: the experts' module in the model."""
+    """Add LoRA to the stacked expert tensors of a layer. place: name of the experts' module in the model."""
     parameters = {target.name.rpartition(".")[2]: target for target in targets}
     config = peft_config(args, [], own(args).lora_r, own(args).lora_alpha)
     config.target_parameters = [f"experts.{name}" for name in parameters]
@@ -407,7 +407,7 @@ def _add_to_experts(
 
 
 def _gathered(weight: nn.Parameter, args: ModelArguments) -> contextlib.AbstractContextManager:
-    """Gather a partitioned weight for a variant that reads it; the first rank's changes are kept."""
+    """Gather a partitioned weight for a variant that reads it. On exit, the first rank's changes reach all ranks."""
     if not hasattr(weight, "ds_id") or not (changes_base(own(args)) or own(args).use_dora):
         return contextlib.nullcontext()
     import deepspeed  # slow to import, and only partitioned parameters need it
@@ -426,7 +426,7 @@ def _with_lora(
     before = weight.detach().clone() if splits else None
     config = peft_config(args, ["layer"], target.rank, target.alpha)
     if start is not None or weight.is_meta:
-        config.init_lora_weights = True  # the drawn values are replaced, or never computed
+        config.init_lora_weights = True  # values from `start` replace these, so the costly initialisation is skipped
     holder = nn.Module()
     holder.layer = linear
     inject_adapter_in_model(config, holder, ADAPTER)
@@ -439,18 +439,18 @@ def _with_lora(
         for half, parameter in ((A, a), (B, b)):
             if start is not None:
                 parameter.data.copy_(start[target.name + half])
-        # peft subtracted the product in float32, but LoRA's initial matrices may have been rounded.
+        # peft subtracted the float32 product, but A and B may have been rounded since.
         weight.data = merged_weight(before, [(a, b, -target.scale(args))])
     return added
 
 
 def start_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return LoRA's initial matrices by name, if they were parts of the weights; else an empty dict."""
+    """Return LoRA's initial matrices by name if they were subtracted from the weights, otherwise an empty dict."""
     return getattr(model, "lora_start", {})
 
 
 def read_start(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Read LoRA's initial matrices, by name in the model, from a run in which they were parts of the weights.
+    """Read LoRA's initial matrices, by name in the model, from a run that subtracted them from the weights.
 
     Raises DataError if they are missing.
     """
@@ -487,7 +487,7 @@ def choose_adapters(model: nn.Module, bias: str) -> None:
 
 
 def lora_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every layer with LoRA (of peft, with base_layer, lora_A, lora_B and scaling), with its name."""
+    """Yield the name and module of every peft layer with LoRA (with base_layer, lora_A, lora_B and scaling)."""
     for name, layer in module.named_modules():
         if hasattr(layer, "lora_A") and hasattr(layer, "base_layer"):
             yield name, layer
@@ -499,12 +499,12 @@ def plain_name(name: str) -> str | None:
 
 
 def to_peft(name: str) -> str:
-    """Map a name in the class that peft opens an adapter over to its name in peft's files (no adapter name)."""
+    """Map a parameter name in the class that peft wraps to its name in peft's files, without the adapter name."""
     return PEFT_PREFIX + name.removesuffix(".weight" if name.endswith(MAGNITUDE) else "").replace(f".{ADAPTER}", "")
 
 
 def from_peft(name: str) -> str:
-    """Invert to_peft. Some programs keep the adapter's name."""
+    """Invert to_peft. Also accepts names with an adapter name, because some programs write it."""
     name = name.removeprefix(PEFT_PREFIX)
     name = re.sub(r"\.lora_magnitude_vector(?:\.default)?(?:\.weight)?$", MAGNITUDE, name)
     return re.sub(r"\.(lora_[AB])\.(?:default\.)?weight$", rf".\1.{ADAPTER}.weight", name)
@@ -524,7 +524,7 @@ def over_unchanged_weights(tensors: dict[str, torch.Tensor], start: dict[str, to
     return changed
 
 
-# The adapter of --lora_weight_path.
+# The following functions read the adapter of --lora_weight_path.
 
 
 def adapter_problems(args: ModelArguments) -> list[str]:

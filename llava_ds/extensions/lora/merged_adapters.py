@@ -1,5 +1,5 @@
 # I, O widths of a linear layer, R rank, E matrices that are stacked in a tensor
-"""Adapters in peft's and LLaVA's files, merged into the weights under them as these are read."""
+"""Merge adapters in peft's and LLaVA's files into the base weights while these are read."""
 
 import math
 import re
@@ -19,25 +19,25 @@ from llava_ds.model.open.weights import OpenedFile, WeightFiles, Weights
 
 PEFT_PREFIX = "base_model.model."  # prefix of every name in peft's files, and in LLaVA's
 
-# Settings of peft with which a merged weight is not W + scale * B A.
+# peft settings for which the merged weight would not be W + scale * B A, so they are refused.
 OTHER_KINDS = (
     "fan_in_fan_out", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "trainable_token_indices",
     "alora_invocation_tokens", "kasa_config", "arrow_config", "velora_config", "monteclora_config",
 )  # fmt: skip
 
-# Tensors of stacked matrices, in the order of peft's wrappers around their module, one per tensor with LoRA.
+# Tensors that stack matrices, in the order in which peft wraps their module: one wrapper per tensor with LoRA.
 STACKED = ("gate_up_proj", "down_proj")
 
-MAX_REPEATS = 3  # maximum number in a pattern of layer names
+MAX_REPEATS = 3  # maximum number of repeats in a pattern of layer names
 MAX_PATTERN_CHARS = 500
-MAX_MATCHED_CHARS = 10**8  # maximum of names times patterns: twice a 405B with a pattern for every layer
+MAX_MATCHED_CHARS = 10**8  # maximum of names times patterns: twice what a 405B model with one pattern per layer needs
 
 
 @dataclass(frozen=True)
 class Adapter:
     """A peft folder: its file of tensors, and their scale.
 
-    parameters: names of stacks with LoRA, or their ends.
+    parameters: names, or ends of names, of the stacked tensors with LoRA.
     """
 
     path: Path
@@ -50,7 +50,7 @@ class Adapter:
     parameters: frozenset[str] = frozenset()
 
     def changed_weight(self, layer: str) -> str:
-        """Return the weight changed by a layer's matrices in the adapter's file, by its name there."""
+        """Return the name of the weight that a layer's LoRA changes. layer: its name in the adapter's file."""
         module = layer.removesuffix(".base_layer")
         own = [name for name in STACKED if self._targets(f"{module.removeprefix(PEFT_PREFIX)}.{name}")]
         depth = 0 if module == layer else 1  # depth of wrappers around the module: the last name's is the outermost
@@ -63,7 +63,7 @@ class Adapter:
     def alphas_of(self, layers: list[str]) -> list[float]:
         """Return the alpha of each layer, by peft's name, from the first matching pattern.
 
-        RE2 takes time in proportion to names and patterns. Raises DataError for so many that it would still be long.
+        RE2's time is proportional to names times patterns. Raises DataError if there are so many that it would be slow.
         Source: peft's get_pattern_key.
         """
         num_chars = sum(map(len, layers))
@@ -79,7 +79,7 @@ class Adapter:
         return found
 
     def scale(self, alpha: float, rank: int) -> float:
-        """The factor of B A at this rank."""
+        """Return the factor by which the product B A is scaled at this rank."""
         return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
 
 
@@ -130,15 +130,15 @@ def _fits(names: pa.Array, pattern: str) -> pa.Array:
 
 
 class Merged:
-    """Weights with an adapter merged into them: W + scale * B A, and with DoRA rows scaled to its magnitudes;
-    computed in float32 and rounded once while reading.
+    """Weights merged with an adapter while reading: W + scale * B A, computed in float32 and rounded once. With DoRA,
+    rows are scaled to the adapter's magnitudes.
 
     Other tensors in the adapter's file (biases, modules_to_save) replace those of the base. Raises DataError for an
     adapter of another model.
     """
 
     def __init__(self, base: Weights, adapter: Adapter, rename: Callable[[str], str | None]) -> None:
-        """rename: maps a name on disk in the base's folder to the name in the part."""
+        """rename: maps a tensor's name in the base's files to its name in this part of the model."""
         self.path, self.shapes = base.path, dict(base.shapes)
         self._base, self._adapter = base, adapter
         on_disk = WeightFiles(adapter.file)
@@ -217,7 +217,7 @@ class Merged:
 
 
 def _merged(weight: Callable[[], torch.Tensor], reads: list[Callable[[], torch.Tensor]], scale: float) -> torch.Tensor:
-    """Return readers that merge W with A, B and perhaps magnitudes."""
+    """Read W, A, B and optional magnitudes, and return the merged weight. reads: of A, B and the magnitudes."""
     a, b, *magnitude = (read() for read in reads)
     return merged_weight(weight(), [(a, b, scale)], *magnitude)
 
@@ -227,10 +227,10 @@ def merged_weight(
     halves: Sequence[tuple[torch.Tensor, torch.Tensor, float]],
     magnitude: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """W (O, I) plus the scaled products B A of halves, A (R, I), B (O, R) and a scale each, in W's precision.
+    """Return W (O, I) plus scale * B A for every (A, B, scale) of halves, in W's precision. A (R, I), B (O, R).
 
-    For a stack, W is (E, O, I), A (E * R, I) and B (O, R * E), like peft's. magnitude: (O,), of DoRA (Liu et al.
-    2024, arXiv 2402.09353): the lengths of the rows. Computed in float32 and rounded once.
+    For stacked matrices, W is (E, O, I), A (E * R, I) and B (O, R * E), as in peft. magnitude (O,): norms of the rows
+    in DoRA (Liu et al. 2024, arXiv 2402.09353). Computed in float32 and rounded once.
     """
     whole = weight.float()
     for a, b, scale in halves:
@@ -245,5 +245,5 @@ def merged_weight(
 
 
 def by_matrix(a: torch.Tensor, b: torch.Tensor, stacked: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A (E * R, I) and B (O, R * E) of a stack to (E, R, I) and (E, O, R). Source: peft's ParamWrapper."""
+    """Reshape stacked A (E * R, I) and B (O, R * E) to (E, R, I) and (E, O, R). Source: peft's ParamWrapper."""
     return a.view(stacked, -1, a.shape[1]), b.view(len(b), -1, stacked).permute(2, 0, 1)

@@ -1,8 +1,8 @@
 # I, O widths of a linear layer
 """Frozen weights in 4 or 8 bits, through bitsandbytes: QLoRA (Dettmers et al. 2023, arXiv 2305.14314).
 
-The quantized layers are those with LoRA: the linear layers of the language model except its output layer. A weight is
-packed when it is read, so the complete model never exists in its own precision; under ZeRO-3 it is partitioned at once.
+The quantized layers are those with LoRA: the linear layers of the language model except its output layer. Each weight
+is quantized as it is read, so the complete model never exists unquantized. ZeRO-3 partitions it at once.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ OUTLIERS = 6.0  # maximum activation multiplied in 8 bits (LLM.int8(), LLaVA's s
 
 
 def quantize_layers(language_model: nn.Module, names: list[str], flags: Flags, dtype: torch.dtype) -> None:
-    """Replace linear layers by bitsandbytes'; biases are kept, weights are set by pack(). dtype: of the computation."""
+    """Replace linear layers with bitsandbytes' layers; pack() sets their weights. dtype: of the computation."""
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
     for name in names:
@@ -43,7 +43,7 @@ def quantize_layers(language_model: nn.Module, names: list[str], flags: Flags, d
                 quant_type=flags.quant_type,
                 device="meta",
             )
-            # else bitsandbytes 0.50 repacks the weights in place for good, in the first forward outside of training
+            # otherwise bitsandbytes 0.50 permanently repacks the weights in the first forward outside of training
             layer.support_avx512bf16_for_cpu = False
         else:
             layer = Linear8bitLt(*shape, has_fp16_weights=False, threshold=OUTLIERS, device="meta")
@@ -55,10 +55,10 @@ def quantize_layers(language_model: nn.Module, names: list[str], flags: Flags, d
 
 
 def scale_bits(flags: Flags) -> float:
-    """Return the bits of scales per weight for --bits.
+    """Return how many bits the scales add per weight for --bits.
 
-    With double quantization a block of 4-bit weights has 8 bits, and 256 blocks 32 more. 8-bit weights have one scale
-    per row, which is not counted.
+    With double quantization, the scale of a block of 4-bit weights takes 8 bits, plus 32 bits per 256 blocks. Scales of
+    8-bit weights, one per row, are ignored.
     """
     if flags.bits != 4:
         return 0
@@ -99,7 +99,7 @@ def pack(layer: nn.Module, name: str, weight: torch.Tensor, device: torch.device
 
 
 def quantize_and_back(weight: torch.Tensor, flags: Flags) -> torch.Tensor:
-    """Quantize a weight (O, I) to --bits and back: float32, computed in the weight's precision."""
+    """Quantize a weight (O, I) to --bits and dequantize it. Returns float32, computed in the weight's precision."""
     holder = nn.Module()
     holder.linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     quantize_layers(holder, ["linear"], flags, weight.dtype)
@@ -109,7 +109,7 @@ def quantize_and_back(weight: torch.Tensor, flags: Flags) -> torch.Tensor:
 
 @torch.no_grad()
 def unpacked(layer: nn.Module) -> torch.Tensor:
-    """Return the weight (O, I) used by a layer, float32 if it is packed; it has to be gathered."""
+    """Return a layer's weight (O, I), dequantized to float32 if packed. Under ZeRO-3, gather the weight first."""
     weight = layer.weight
     if not is_packed(weight):
         return weight.detach()
@@ -121,13 +121,13 @@ def unpacked(layer: nn.Module) -> torch.Tensor:
 
 
 def _check_error(layer: nn.Module, name: str, weight: torch.Tensor) -> None:
-    """Raise ConfigError for errors above half a step: a third of the range in nf4 and fp4, a 127th in 8 bits."""
+    """Raise ConfigError for errors above half a step. Steps: a third of the range in nf4 and fp4, 1/127 in 8 bits."""
     weight = weight.float()
     error = (unpacked(layer) - weight).abs()
     if is_4bit(layer):
         pad = -weight.numel() % BLOCK
         error, sizes = (F.pad(x.flatten(), (0, pad)).view(-1, BLOCK) for x in (error, weight.abs()))
-        # Quantized scales add a small error.
+        # The scales may be quantized, too, and add a small error.
         allowed = 0.18 * sizes.amax(1) + 0.01 * sizes.max()
     else:
         allowed = 0.006 * weight.abs().amax(1)
@@ -144,7 +144,7 @@ def _check_error(layer: nn.Module, name: str, weight: torch.Tensor) -> None:
 def exact_products(module: nn.Module) -> Iterator[None]:
     """Make 8-bit layers multiply by their dequantized weights, without rounding activations to 8 bits.
 
-    A merged model does the same when logits are compared. 4-bit layers always do this.
+    Logits then match a merged model's. 4-bit layers always do this.
     """
     layers = [m for m in module.modules() if isinstance(m, nn.Linear) and is_packed(m.weight) and not is_4bit(m)]
     for layer in layers:

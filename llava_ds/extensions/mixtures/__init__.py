@@ -1,1 +1,1 @@
-"""Mixtures of experts: language models with experts, and upcycling of dense models' MLPs to experts."""
+"""Mixtures of experts: train language models with experts, or upcycle the MLPs of dense models to experts."""

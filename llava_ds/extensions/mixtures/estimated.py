@@ -1,4 +1,4 @@
-"""Experts in the memory and speed estimates. llava_ds/extensions/planning looks these functions up by name."""
+"""Account for experts in the memory and speed estimates. llava_ds/extensions/planning calls these by name."""
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -29,8 +29,8 @@ def widths(language_model: nn.Module, text: PreTrainedConfig, args: ModelArgumen
 def saving_width(text: PreTrainedConfig, uneven: float) -> int | None:
     """Return the width of a dense MLP that saves as much for backward as this model's MLPs; None without experts.
 
-    Each of a token's k experts also saves its input and its output: 2 D in addition to 4 I. uneven: load of the
-    busiest expert divided by an even share.
+    Each of a token's k experts saves 4 I, and also its input and output, 2 D. uneven: load of the busiest expert
+    divided by an even share.
     """
     if is_upcycled(text):
         dense, part = mlp_width(text), len(Mixture.of(text).layers) / text.num_hidden_layers

@@ -12,7 +12,7 @@ class ExpertLayer(MoE):
     """A mixture of experts with an MLP's interface: (1, T, D) to (1, T, D).
 
     Second experts and dropped tokens are chosen without randomness. Without a capacity, no token is dropped: each
-    expert computes C rows, mostly zeros if the load is uneven, and the host reads C in every layer. Eval drops none.
+    expert computes C rows (mostly zeros if the load is uneven), and the host reads C in every layer. Eval drops none.
     """
 
     def __init__(
@@ -39,6 +39,6 @@ class ExpertLayer(MoE):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Run each token through its experts. Hooks on the gate see its loss and load (mixture.Gates)."""
-        # DeepSpeed 0.19.8 fails if it exceeds the number of tokens, e.g. on a rank without samples.
+        # DeepSpeed 0.19.8 fails if min_capacity exceeds the number of tokens, e.g. on a rank without samples.
         self.deepspeed_moe.gate.min_capacity = min(self._min_capacity, hidden_states[..., 0].numel())
         return super().forward(hidden_states)[0]

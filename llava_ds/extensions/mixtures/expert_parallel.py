@@ -39,9 +39,9 @@ class SharedExperts(Placement):
 
 
 def share_experts(model: nn.Module, mesh: Mesh) -> None:
-    """Keep this rank's experts of every layer and record which ranks hold the others. Collective.
+    """Keep this rank's experts of every layer, and record which ranks hold the other experts. Collective.
 
-    Also creates DeepSpeed's groups, because it warns if they are missing. Does nothing for a model without experts.
+    Also creates DeepSpeed's expert groups to avoid a warning. Does nothing for a model without experts.
     """
     layers, ep = expert_layers(model), mesh.at(AXIS)
     if not layers:
@@ -69,9 +69,8 @@ def share_experts(model: nn.Module, mesh: Mesh) -> None:
 class BufferSize:
     """Agree on the rows per expert in the group's exchange buffers: the largest capacity on any rank.
 
-    When tokens are dropped, DeepSpeed 0.19.8 (deepspeed/moe/sharded_moe.py) sizes them by the rank's own token count,
-    so packs of unequal length make the all-to-all uneven. Each rank still drops tokens by its own capacity: the same
-    tokens are dropped for any --ep_size.
+    When tokens are dropped, DeepSpeed 0.19.8 (deepspeed/moe/sharded_moe.py) sizes buffers by each rank's token count,
+    so packs of unequal length make the all-to-all uneven. Each rank still drops tokens by its own capacity.
     """
 
     def __init__(self, group: torch.distributed.ProcessGroup | None) -> None:
@@ -84,7 +83,7 @@ class BufferSize:
 
     def _agree(self, gate: nn.Module, _inputs: tuple, found: tuple) -> tuple | None:
         if not gate.drop_tokens:
-            self._rows = 0  # DeepSpeed synchronizes it
+            self._rows = 0  # DeepSpeed already makes capacities equal
             return None
         loss, capacity, *rest = found  # a CPU tensor, because DeepSpeed computes it from Python numbers
         largest = capacity.to(loss.device, copy=True)

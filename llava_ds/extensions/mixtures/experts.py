@@ -23,7 +23,7 @@ _STACKED = re.compile(r"^(.*\.mlp)\.experts\.(gate_up_proj|down_proj)$")
 
 
 def from_disk(name: str, names: ExpertNames) -> str:
-    """Replace the family's words in a name on disk with those used in memory."""
+    """Replace the parts of a name on disk that have other names in memory."""
     for on_disk, in_memory in names.renamed:
         name = name.replace(on_disk, in_memory)
     return name
@@ -70,7 +70,7 @@ def divided_entries(entries: list[Entry], names: ExpertNames) -> list[Entry]:
     """Rewrite export entries to the on-disk form: one entry per expert, blocks under the family's name."""
     found: list[Entry] = []
     for entry in entries:
-        if not entry.name.startswith(formats.LANGUAGE_MODEL):  # the tower has blocks of the same name
+        if not entry.name.startswith(formats.LANGUAGE_MODEL):  # the tower may have tensors of the same name
             found.append(entry)
             continue
         parts = divided(entry.name, entry.shape, names)

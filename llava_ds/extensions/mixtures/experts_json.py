@@ -9,7 +9,7 @@ from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
 
 
 def problems(config: dict, has_router_loss: bool, upcycles: bool, ep_size: int) -> Iterator[str]:
-    """Yield a line per problem, except for problems of the optimizer. config: the JSON with its values filled in."""
+    """Yield a line per problem, except for optimizer problems. config: the JSON with "auto" values filled in."""
     if has_router_loss and (switch := switched_on(config)) is not None:
         yield (
             f"{SECTION}.{switch} is set in the DeepSpeed JSON, and its checkpointing keeps no gradient of the routers' "

@@ -1,4 +1,4 @@
-"""Mixtures in a run: upcycle dense models, divide experts over ranks, and add the routers' loss."""
+"""Register mixtures of experts: upcycle dense models, divide experts over ranks, and add the routers' loss."""
 
 from collections.abc import Iterator
 from dataclasses import replace

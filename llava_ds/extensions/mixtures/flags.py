@@ -98,7 +98,7 @@ class Flags(ExtensionFlags):
         return Axis("ep", "ep_size", self.ep_size, order=0, divides_model=True, in_data=True)
 
     def features(self) -> Iterator[tuple[str, Mapping[str, str], tuple[str, ...]]]:
-        """Yield the features of upcycling and of the routers' loss."""
+        """Yield the features in use: upcycling, and the routers' loss."""
         if self.moe_enable or self.ep_size > 1:
             name = "--moe_enable True" if self.moe_enable else f"--ep_size {self.ep_size}"
             yield name, {}, ("routerless_mlps", "sharded_weights", *(("offload",) if self.ep_size > 1 else ()))
@@ -107,13 +107,13 @@ class Flags(ExtensionFlags):
             yield f"--router_aux_loss_coef {self.router_aux_loss_coef:g}", needs, ()
 
     def converted(self) -> "tuple[Flags, list[str]]":
-        """Join lists of words with commas."""
+        """Return the flags with lists of words joined by commas, and problems."""
         lists = {name: joined(getattr(self, name)) for name in ("moe_layers_idx", "train_modules")}
         return dataclasses.replace(self, **lists), []
 
     @classmethod
     def inactive_problems(cls, args: "Arguments") -> Iterator[str]:
-        """Yield a line if flags describe experts that --moe_enable doesn't request."""
+        """Yield a line if flags describe experts without --moe_enable."""
         values = {**vars(cls()), **args.as_dict()}
         given = [name for name in _OF_UPCYCLING if name in args.given and values[name] is not None]
         if given and "moe_enable" not in args.given:

@@ -8,11 +8,11 @@ UPCYCLED = "moe"  # MoE-LLaVA's configuration field that describes the experts
 
 
 class ExpertNames(NamedTuple):
-    """Names on disk in a layer of a mixture, and what its routers return.
+    """Tensor names of a mixture's layer on disk, and the kind of its routers' output.
 
-    matrices: an expert's gate, up and down; None if a layer's experts are also one tensor on disk; renamed: pairs of a
-    name part on disk and in memory; may_be_transposed: True if some folders store that tensor as (E, I, O) instead of
-    (E, O, I); gives_probabilities: True if a router returns probabilities instead of logits.
+    matrices: names of an expert's gate, up and down matrices; None if experts are stacked on disk, too. renamed: pairs
+    of a name's part on disk and in memory. may_be_transposed: True if some folders store stacked experts as (E, I, O)
+    instead of (E, O, I). gives_probabilities: True if routers return probabilities instead of logits.
     """
 
     matrices: tuple[str, str, str] | None
@@ -44,12 +44,12 @@ EXPERTS = {
 
 def expert_names(config: PreTrainedConfig) -> ExpertNames | None:
     """Return the names in a mixture of experts that transformers implements; None for other models."""
-    # Gemma 4's field: some of its sizes are dense.
+    # This is Gemma 4's field, because some of its sizes are dense.
     return EXPERTS.get(config.model_type) if getattr(config, "enable_moe_block", True) else None
 
 
 def is_mixture(config: PreTrainedConfig) -> bool:
-    """True for a mixture of experts that transformers implements."""
+    """Return True for a mixture of experts that transformers implements."""
     return expert_names(config) is not None
 
 
@@ -59,5 +59,5 @@ def experts_per_token(config: PreTrainedConfig) -> int:
 
 
 def is_upcycled(config: PreTrainedConfig) -> bool:
-    """True for a dense family with some MLPs upcycled to mixtures of experts (upcycling.py)."""
+    """Return True for a dense model with some MLPs upcycled to mixtures of experts (upcycling.py)."""
     return isinstance(getattr(config, UPCYCLED, None), dict)

@@ -23,7 +23,7 @@ IMPLEMENTATIONS = {
 
 
 def mixture_problems(flags: Flags, config: PreTrainedConfig, path: str) -> Iterator[str]:
-    """Yield a line per flag of mixtures given for a model without experts."""
+    """Yield a line per flag that needs a model with experts, if this model has none."""
     for name in ("router_aux_loss_coef", "experts_implementation"):
         knows = is_mixture(config) or (is_upcycled(config) and name == "router_aux_loss_coef")
         if getattr(flags, name) and not knows:
@@ -34,7 +34,7 @@ def mixture_problems(flags: Flags, config: PreTrainedConfig, path: str) -> Itera
 
 
 def check_implementation(wanted: str | None, only: str | None) -> None:
-    """Raise ConfigError if the adapters on the experts allow only another way to compute them."""
+    """Raise ConfigError if the adapters on the experts allow only an implementation other than `wanted`."""
     if None in (wanted, only) or wanted == only:
         return
     raise ConfigError(
@@ -60,9 +60,9 @@ def choose_experts(language_model: nn.Module, wanted: str | None, device: torch.
 class Balance(NamedTuple):
     """Balance of the experts' load, scalars on the device; only aux_loss has a gradient.
 
-    aux_loss: transformers' load-balancing loss over all layers; for upcycled models MoE-LLaVA's; max_over_mean: tokens
-    of the busiest expert divided by the mean over experts; entropy: entropy of token shares, divided by the largest
-    possible; both averaged over layers.
+    aux_loss: load-balancing loss over all layers, as in transformers, or as in MoE-LLaVA for upcycled models.
+    max_over_mean: tokens of the busiest expert divided by the mean over experts. entropy: entropy of the experts' token
+    shares, divided by its maximum. The last two are averaged over layers.
     """
 
     aux_loss: torch.Tensor
@@ -83,7 +83,7 @@ class Recorder:
     def recording(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
         """Record seen_of(output) of every module that runs inside the context.
 
-        Layers that are recomputed in backward run their routers again, outside the context.
+        Recomputation in backward runs routers again, but outside the context, so it records nothing.
         """
         self._seen, self._records = [], True
         try:
@@ -110,7 +110,7 @@ class Routers(Recorder):
 
     def balance(self, seen: list[tuple[torch.Tensor, torch.Tensor]]) -> Balance:
         """Compute the balance of the recorded outputs."""
-        # Not while they are recorded: a layer's recomputation must save as many tensors as its forward.
+        # Don't compute this during recording, because a layer's recomputation must save as many tensors as its forward.
         return balance_of([(found.log(), chosen) for found, chosen in seen] if self._gives_probabilities else seen)
 
 

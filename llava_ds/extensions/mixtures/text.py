@@ -25,18 +25,18 @@ from llava_ds.model.families.language import MOE_PREFIX
 from llava_ds.model.open.weights import Weights
 from llava_ds.tracking.flops import MATRICES
 
-# Dense family: the mixture with the same attention.
+# Maps a dense family to the mixture with the same attention.
 FAMILIES = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
 _WORDS = ("gate_proj", "up_proj", "down_proj")
 _OWN = ("model_type", "architectures", "transformers_version", "auto_map", UPCYCLED)
 
 
 def native_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig | None, str]:
-    """Return the configuration of the same model in a transformers family and "", or None and the reason.
+    """Return an upcycled model's configuration in a transformers family and "", or None and the reason.
 
-    Llama becomes Mixtral, Qwen 3 Qwen3-MoE. Both choose the k largest probabilities of a softmax over all experts and
-    scale them to the sum 1, like DeepSpeed's gate for k >= 2. Neither combines experts with an MLP. Mixtral has experts
-    in every layer.
+    Llama becomes Mixtral, and Qwen 3 becomes Qwen3-MoE. Both choose the k largest probabilities of a softmax over all
+    experts and scale them to sum to 1, like DeepSpeed's gate for k >= 2. Neither combines experts with a dense MLP.
+    Mixtral has experts in every layer.
     """
     family, mixture = FAMILIES.get(config.model_type), Mixture.of(config)
     dense = [layer for layer in range(config.num_hidden_layers) if layer not in mixture.layers]
@@ -68,7 +68,7 @@ def native_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig | None, st
 
 
 def converted(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the exported configuration: of transformers' own mixture if one fits, else unchanged."""
+    """Return the configuration to export: converted to a transformers mixture if one fits, else unchanged."""
     return config if not is_upcycled(config) else native_config(config)[0] or config
 
 

@@ -28,7 +28,7 @@ from llava_ds.extensions.mixtures.upcycled import GATE, NAMES, Mixture, expert_o
 from llava_ds.model.open.weights import Sources, Weights
 
 OF_UPCYCLED = frozenset({"capacity_factor", "min_capacity", "train_modules"})  # flags that need upcycled experts
-BROKEN = ("dense_mlps", "routerless_mlps")  # entries of PROPERTIES that an upcycled model lacks
+BROKEN = ("dense_mlps", "routerless_mlps")  # entries of PROPERTIES that are no longer true of an upcycled model
 
 
 def own(args: ModelArguments) -> Flags:
@@ -93,8 +93,8 @@ def _chosen(flags: Flags, num_layers: int) -> list[int]:
 
 
 def _written(flags: Flags, layers: list[int]) -> dict[str, object]:
-    """Build the field moe. MoE-LLaVA's loader requires all of these keys. Its eval drops tokens above a capacity; this
-    capacity is large enough that none are dropped.
+    """Build the configuration's field moe with all keys that MoE-LLaVA's loader requires. MoE-LLaVA's eval drops tokens
+    above a capacity, so set it so high that none are dropped.
     """
     return {
         "moe_enable": True,
@@ -125,8 +125,8 @@ def _layers(language_model: nn.Module) -> dict[str, nn.Module]:
 
 
 def add_experts(language_model: nn.Module, config: PreTrainedConfig, args: ModelArguments) -> None:
-    """Replace the MLPs with expert layers. Their weights are uninitialized: the model is filled afterwards."""
-    from llava_ds.extensions.mixtures.expert_layer import ExpertLayer  # imports DeepSpeed: seconds
+    """Replace the MLPs with expert layers. Their weights are uninitialized until the model is loaded."""
+    from llava_ds.extensions.mixtures.expert_layer import ExpertLayer  # slow, because it imports DeepSpeed
 
     flags, mixture, layers = own(args), Mixture.of(config), list(_layers(language_model).values())
     for number in mixture.layers:
@@ -204,7 +204,7 @@ def trained_of(names: list[str], train_modules: str | None) -> set[str]:
 
 
 def upcycled_problems(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
-    """Yield a line per setting that conflicts with an upcycled model, or that needs one and has none."""
+    """Yield a line per setting that conflicts with an upcycled model, or that needs one if the model isn't upcycled."""
     flags = own(args.model)
     if not is_upcycled(config):
         needing = sorted(args.given & OF_UPCYCLED) or (["ep_size"] if flags.ep_size > 1 else [])

@@ -1,1 +1,1 @@
-"""The language model's MLPs, run on a few tokens at a time, so that their memory does not grow with a sample."""
+"""Run the language model's MLPs on a few tokens at a time to bound their memory for long samples."""

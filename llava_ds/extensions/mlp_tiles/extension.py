@@ -1,4 +1,4 @@
-"""The mlp_tiles extension: applied to each language model that trains."""
+"""Register tiled MLPs for every trained language model."""
 
 import functools
 
@@ -21,8 +21,8 @@ FLAG = "--mlp_tile_tokens"
 def tile_mlps(language_model: nn.Module, num_tokens: int) -> str:
     """Run every MLP on num_tokens tokens at a time, recomputed in backward. Returns a line that reports it.
 
-    Only one tile's activations are in memory then, plus the MLP's input and result. Raises ConfigError for language
-    models without an MLP per layer, or with a mixture of experts (it distributes tokens itself).
+    Memory then holds one tile's activations, plus the MLP's input and output. Raises ConfigError for language models
+    without an MLP per layer, or with a mixture of experts that distributes tokens itself.
     """
     layers = [module for module in language_model.modules() if isinstance(module, GradientCheckpointingLayer)]
     mlps = [getattr(layer, "mlp", None) for layer in layers]
@@ -48,7 +48,7 @@ def _tiled(forward, num_tokens: int, drops: bool, hidden: torch.Tensor) -> torch
 
 
 class Tiles(Wrap):
-    """Replaces forwards of MLPs."""
+    """Replaces the forward of every MLP by its tiled version."""
 
     def kernels(self, model: LlavaModel, plan: ModelPlan, resolved: ResolvedConfig, ranks: Ranks) -> list[str]:
         return [tile_mlps(model.language_model, resolved.args.own["mlp_tiles"].mlp_tile_tokens)]

@@ -28,11 +28,11 @@ class Flags(ExtensionFlags):
 
     @property
     def mlp_tokens(self) -> int | None:
-        """The flag's value."""
+        """Tokens per MLP tile; None if MLPs are not tiled."""
         return self.mlp_tile_tokens
 
     @classmethod
     def saving_memory(cls, args: "Arguments", tokens: int, is_one_sample: bool) -> Iterator[str]:
-        """Suggest an eighth of the tokens at a time."""
+        """Suggest tiles of an eighth of the tokens."""
         if is_one_sample and "mlp_tiles" not in args.own and "routerless_mlps" not in args.broken:
             yield f"--mlp_tile_tokens {max(1, tokens // 8)}: MLPs take this many at a time, recomputed in backward"

@@ -1,1 +1,1 @@
-"""Data in object stores and on web servers, by URLs instead of paths."""
+"""Read data from object stores and web servers, with URLs in place of paths."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _, _store = flags_of("object_store")
 
-# Settings in the environment: every process of a run inherits them, whichever library starts it.
+# Settings are environment variables, so every process of a run inherits them, whichever library starts it.
 FOLDER, MAX_BYTES, ALLOW_HTTP = (f"LLAVA_DS_OBJECT_{name}" for name in ("CACHE", "CACHE_BYTES", "HTTP"))
 
 
@@ -45,7 +45,7 @@ class Flags(ExtensionFlags):
     )
 
     def prepare(self, args: "Arguments") -> None:
-        """Configure how URLs are read, wherever they appear, even in a mixture's file."""
+        """Configure how URLs are read in all flags and files, including a data mixture's file."""
         folder = self.object_cache_dir or args.data.cache_dir
         configure(f"{folder}/objects", int(self.object_cache_gb * 10**9), self.allow_http)
 

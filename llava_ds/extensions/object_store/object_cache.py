@@ -1,8 +1,8 @@
-"""A bounded cache of bytes on a disk, shared by any number of processes and nodes, any of which may be killed.
+"""A bounded cache of bytes on disk, shared by any number of processes and nodes. Any process may be killed.
 
 Entries are files with a checksum, created by a rename. A process first reserves the entry's size in a ledger, under a
-lock, and evicts the least recently used entries to make room: so the folder stays within its bound, plus at most
-one entry per process. A killed process leaves an unused reservation; the next eviction recounts the files.
+lock, and evicts the least recently used entries to make room. So the folder exceeds its bound by at most one entry per
+process. A killed process leaves an unused reservation, until the next eviction recounts the files.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from pathlib import Path
 
 PAGE = 4096  # file systems allocate space in pages
 CHECKSUM_BYTES = 4
-EVICTED_TO = 0.9  # fraction of the bound; an eviction reads every entry's time
-TOUCHED_AFTER_S = 60.0  # a use is recorded if the last one is older
+EVICTED_TO = 0.9  # evict down to this fraction of the bound, because an eviction reads every entry's time
+TOUCHED_AFTER_S = 60.0  # an entry's use is recorded if its last recorded use is older
 SCRATCH_AGE_S = 3600.0  # a scratch file without writes for this long was left by a killed process
 LEDGER = "ledger"
 
-# Other files in the folder are not counted and not removed.
+# Files with other names in the folder are neither counted nor removed.
 _FOLDER, _ENTRY = re.compile(r"[0-9a-f]{2}"), re.compile(r"[0-9a-f]{8,64}|\.[0-9a-f]{16}\.tmp")
 
 
@@ -40,12 +40,12 @@ class ObjectCache:
         try:
             data = path.read_bytes()
             content, checksum = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
-            if zlib.crc32(content).to_bytes(CHECKSUM_BYTES, "big") != checksum:  # a power cut, or a failing disk
+            if zlib.crc32(content).to_bytes(CHECKSUM_BYTES, "big") != checksum:  # by a power cut or a failing disk
                 path.unlink(missing_ok=True)
                 return None
         except OSError:
             return None
-        with contextlib.suppress(OSError):  # evicted just now
+        with contextlib.suppress(OSError):  # another process may have evicted it just now
             if time.time() - path.stat().st_mtime > TOUCHED_AFTER_S:
                 os.utime(path)
         return content
@@ -76,7 +76,7 @@ class ObjectCache:
             fcntl.flock(ledger, fcntl.LOCK_EX)  # released when the file is closed, also by a kill
             ledger.seek(0)
             text = ledger.read(32)
-            used = int(text) if text.isdigit() else None  # empty at first, or cut short by a kill
+            used = int(text) if text.isdigit() else None  # an empty or truncated ledger has no valid number
             if used is None or used + size > self.max_bytes:
                 used = self._evict(size)
             ledger.seek(0)

@@ -1,8 +1,8 @@
-"""Objects in stores (s3://, gs://, ...), read in blocks through fsspec and a cache on a local disk.
+"""Read objects in stores (s3://, gs://, ...) in blocks, through fsspec and a cache on a local disk.
 
-An object is identified by its URL, its size and the store's mark of its content (an ETag, or a time). Blocks are cached
-under these: a replaced object is read again, an unchanged one is fetched once. Credentials and endpoints are fsspec's:
-environment variables, the files of its implementations, ~/.config/fsspec.
+An object is identified by its URL, its size and the store's content mark (an ETag, or a time). These form a block's
+cache key, so replaced objects are read again and unchanged ones are fetched once. Credentials and endpoints come from
+fsspec: environment variables, its implementations' files, ~/.config/fsspec.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from llava_ds.files.urls import HTTP, URL, is_remote
 
 BLOCK_BYTES = 8 << 20  # fetched at a time: most images are one block
 TRIES, FIRST_WAIT_S, MOST_WAIT_S = 6, 0.5, 8.0  # about 16 s in total
-# Names of content marks in the infos of fsspec's implementations, the most reliable first.
+# Keys of content marks in file infos of fsspec's implementations, the most reliable first.
 MARKS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "generation", "Digest", "LastModified")
 MARKS += ("last_modified", "Last-Modified", "updated", "mtime", "modified", "created")
 
@@ -92,13 +92,13 @@ def identity_of(url: str) -> Identity:
 
 
 def known_identity(url: str) -> Identity:
-    """Return an object's last known identity if cached, else query it. Raises OSError."""
+    """Return an object's cached identity, or query the store if none is cached. Raises OSError."""
     noted = _cache().get(_key("identity", url))
     return identity_of(url) if noted is None else Identity(*json.loads(noted))
 
 
 class RemoteFile(SizedFile):
-    """An object or a slice as a file. Raises OSError, and FileChanged if it is replaced meanwhile."""
+    """A file over an object or a slice of it. Raises OSError, or FileChanged if the object is replaced meanwhile."""
 
     def __init__(self, url: str, offset: int = 0, num_bytes: int = -1) -> None:
         self.url, self.offset, self._identity = url, offset, known_identity(url)
@@ -118,7 +118,7 @@ class RemoteFile(SizedFile):
         return len(part)
 
     def read_at(self, count: int, start: int) -> bytes:
-        """Return the bytes at a position; fewer at the end."""
+        """Return up to `count` bytes from `start`; fewer at the end of the object."""
         self.seek(start)
         found = b""
         while len(found) < count and (part := self.read(count - len(found))):
@@ -165,7 +165,7 @@ def full_url(url: str, path: str) -> str:
 
 
 def _tried(url: str, act: Callable[[object, str], Result]) -> Result:
-    """Return the result of act, retried when the store fails."""
+    """Call act and return its result. Retries when the store fails."""
     for attempt in range(1, TRIES + 1):
         try:
             return act(*_file_system(url))
@@ -175,7 +175,7 @@ def _tried(url: str, act: Callable[[object, str], Result]) -> Result:
             raise PermissionError(errno.EACCES, f"the store refuses it ({_one_line(error)})", url) from error
         except (ConfigError, IsADirectoryError):
             raise
-        except Exception as error:  # each store's client has its own errors
+        except Exception as error:  # each store's client has other exception classes
             if isinstance(error, OSError) and error.errno == errno.EOPNOTSUPP:
                 raise
             if attempt == TRIES:
@@ -200,7 +200,7 @@ def _cache() -> ObjectCache:
 
 
 def _keep(key: str, data: bytes) -> None:
-    """Put bytes into the cache; if that fails, the run continues and fetches them again."""
+    """Put bytes into the cache. Ignores failures, because the run can fetch the bytes again."""
     try:
         _cache().put(key, data)
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: each rank has a stage of consecutive layers; hidden states are sent between stages."""
+"""Pipeline parallelism: each rank holds a stage of consecutive layers, and stages exchange hidden states."""

@@ -1,4 +1,4 @@
-"""Pipeline parallelism in a run: which models can be cut into stages, and how stages are built and run."""
+"""Register pipeline parallelism: check settings and models, and build and run stages."""
 
 from collections.abc import Iterator
 

@@ -44,18 +44,18 @@ class Flags(ExtensionFlags):
 
     @classmethod
     def in_json(cls, raw: Mapping[str, object], problems: list[str]) -> dict[str, tuple[object, str]]:
-        """Return the stages of DeepSpeed's section. Adds a line for each key with another meaning."""
+        """Return the number of stages in DeepSpeed's section. Appends a problem for each other key with an effect."""
         from llava_ds.extensions.pipeline.pipeline_json import stages_in  # imported only if the section exists
 
         return {"pipeline_parallel_size": (stages_in(raw["pipeline"], problems), "pipeline.stages")}
 
     @classmethod
     def saving_memory(cls, args: "Arguments", tokens: int, is_one_sample: bool) -> Iterator[str]:
-        """Suggest more stages, if there are several already."""
+        """Suggest more pipeline stages if the run already has several."""
         if (size := args.size_of("pp")) > 1:
             yield f"--pipeline_parallel_size {2 * size}: fewer layers on each GPU"
 
     @property
     def axis(self) -> Axis:
-        """The axis: its ranks are as far apart as possible."""
+        """Return the pipeline's axis, whose ranks are as far apart as possible."""
         return Axis("pp", "pipeline_parallel_size", self.pipeline_parallel_size, order=-1, divides_model=True)

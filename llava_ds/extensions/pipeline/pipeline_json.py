@@ -1,12 +1,12 @@
-"""DeepSpeed's pipeline section in the JSON: only the number of stages is read, and the section is not passed on.
+"""Read the number of stages from DeepSpeed's pipeline section. The section is not passed to DeepSpeed.
 
-DeepSpeed would also need a Megatron object.
+DeepSpeed would require a Megatron object for it.
 """
 
 from llava_ds.engine.ds_config.draft import as_json, size_shown
 
 STAGES = "pipeline"
-# Other keys: their values without an effect, and the advice for any other value.
+# Other keys, with their values that have no effect, and advice for all other values.
 OTHERS = {
     "partition": (("best", "auto"), "stages are cut to equal FLOPs"),
     "seed_layers": ((False,), "every part has its own seed"),
@@ -18,7 +18,7 @@ OTHERS = {
 
 
 def stages_in(found: object, problems: list[str]) -> object:
-    """Return the stages of DeepSpeed's section. Adds a line for each key with another meaning."""
+    """Return the number of stages in DeepSpeed's section. Appends a problem for each other key with an effect."""
     if not isinstance(found, dict):
         if found is not None:
             problems.append(

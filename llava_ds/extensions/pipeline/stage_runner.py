@@ -1,11 +1,10 @@
 # T tokens of all samples laid end to end, D language-model width
 """Pipeline parallelism: micro-batches pass through the stages of stages.py, alternating forward and backward (1F1B).
 
-Every stage has an engine of its own, with ZeRO over the ranks of the same stage. All ranks of a pipeline load the same
-micro-batches, so only hidden states and their gradients are sent, in shapes known to both sides: no sizes are sent, and
-the host never waits. DeepSpeed's PipelineModule (0.19.8) sends a shape before each tensor and reads it on the host, and
-it divides gradients by other numbers.
-Source of the schedule: arXiv 2104.04473, 2.2.1.
+Every stage has a separate engine, with ZeRO over the ranks of the stage. All ranks of a pipeline load the same
+micro-batches, so both sides know the shapes of hidden states and gradients. Shapes need not be sent, and the host never
+waits. DeepSpeed's PipelineModule (0.19.8) sends a shape before each tensor, reads it on the host, and scales gradients
+differently. Source of the schedule: arXiv 2104.04473, 2.2.1.
 """
 
 from collections import deque
@@ -37,14 +36,14 @@ from llava_ds.tracking.flops import flops_of_model
 
 @dataclass(frozen=True)
 class OwnedByStages(Placement):
-    """Placement with every parameter on one stage. everything: the complete model's parameters, in order."""
+    """Placement in which one stage holds each parameter. everything: the complete model's parameters, in order."""
 
     everything: tuple[Share, ...] = ()
     buffers: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, stages: dict[str, int], mesh: Mesh) -> "OwnedByStages":
-        """Describe a model that is still complete. stages: of its parameters, by name."""
+        """Build from a model before it is cut. stages: maps parameter names to stages."""
         shares = (Share(n, tuple(p.shape), p.dtype, owner=stages[n]) for n, p in model.named_parameters())
         place, buffers = mesh.at("pp"), {n: tuple(b.shape) for n, b in persistent_buffers(model).items()}
         own = {"everything": tuple(shares), "buffers": tuple(buffers.items())}
@@ -63,22 +62,22 @@ def cutting(mesh: Mesh) -> Callable:
 
 
 def with_all(batch: Batch, options: ImageOptions, layouts: Sequence[MediaLayout]) -> tuple[Batch, list[int]]:
-    """Return a micro-batch, and the numbers of all its tiles."""
+    """Return the unchanged micro-batch, and the indices of all its tiles."""
     return batch, list(range(len(batch.pixel_values)))
 
 
 def without_images(batch: Batch, options: ImageOptions, layouts: Sequence[MediaLayout]) -> tuple[Batch, list[int]]:
-    """Return a micro-batch for stages without images: they decode none."""
+    """Return a micro-batch without images, for stages that don't need to decode them."""
     return batch, []
 
 
 def parallel_unit(mesh: Mesh, model: nn.Module) -> SimpleNamespace:
-    """Return the "mpu" object that DeepSpeed queries, with Megatron's names: stages are its model parallelism.
+    """Return the "mpu" object for DeepSpeed, with Megatron's names. Stages count as model parallelism.
 
     model: this rank's stage.
     """
     for parameter in model.parameters():
-        parameter.model_parallel = True  # else DeepSpeed counts only the first stage's gradients
+        parameter.model_parallel = True  # otherwise DeepSpeed only counts gradients of the first stage
     place = mesh.at("pp")
     return SimpleNamespace(
         get_data_parallel_group=lambda: mesh.data_group,
@@ -112,7 +111,7 @@ def options(model: nn.Module, mesh: Mesh) -> dict[str, object]:
 def started(engine, mesh: Mesh) -> None:
     """Run one collective per pipeline, and make the gradient norm a sum over its stages.
 
-    NCCL connects the ranks of a group in their first collective; it can't if that is a send between two of them.
+    NCCL connects all ranks of a group in the first collective. It must not be a send.
     """
     torch.distributed.all_reduce(torch.zeros(1, device=engine.device), group=mesh.at("pp").group)
     sum_norm_over_stages(engine.optimizer, mesh)
@@ -121,9 +120,9 @@ def started(engine, mesh: Mesh) -> None:
 def sum_norm_over_stages(optimizer, mesh: Mesh) -> None:
     """Make the optimizer compute the gradient norm over all stages of a pipeline, with a single sum.
 
-    DeepSpeed 0.19.8 sums over stages once per parameter group of a stage, at ZeRO-1 and at stage 0 in bf16. The first
-    stage, with tower and projector, has more groups than others: they would deadlock. Its other optimizers compute one
-    norm of all groups.
+    At ZeRO-1, and at ZeRO-0 in bf16, DeepSpeed 0.19.8 sums over stages once per parameter group. The first stage has
+    more groups, for tower and projector, so ranks would deadlock. DeepSpeed's other optimizers compute one norm over
+    all groups.
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         _sum_norm_of_zero(optimizer, mesh)
@@ -133,7 +132,7 @@ def sum_norm_over_stages(optimizer, mesh: Mesh) -> None:
         def of_all(norm_list: list) -> float:
             squares = torch.as_tensor(of_groups(norm_list), dtype=torch.float32, device=device).square()
             torch.distributed.all_reduce(squares, group=mesh.at("pp").group)
-            return squares.sqrt().item()  # the step reads it on the host anyway
+            return squares.sqrt().item()  # sync is fine: the optimizer step reads this on the host anyway
 
         of_groups, of_group = unfused_optimizer.get_global_norm, unfused_optimizer.get_weight_norm
         own = {"get_weight_norm": lambda tensors, mpu: of_group(tensors), "get_global_norm": of_all}
@@ -145,8 +144,8 @@ def _sum_norm_of_zero(optimizer: DeepSpeedZeroOptimizer, mesh: Mesh) -> None:
 
     def of_all(norm_type: int = 2) -> torch.Tensor:
         assert optimizer.model_parallel_group is mesh.at("pp").group, "ZeRO sums over other ranks than a pipeline's"
-        optimizer.model_parallel_group = None  # as without stages
-        squares = of_stage(norm_type).square()  # infinite if a gradient is not finite
+        optimizer.model_parallel_group = None  # compute the norm of this stage only
+        squares = of_stage(norm_type).square()  # inf if a gradient is not finite
         optimizer.model_parallel_group = mesh.at("pp").group
         torch.distributed.all_reduce(squares, group=mesh.at("pp").group)
         return squares.sqrt()
@@ -155,7 +154,7 @@ def _sum_norm_of_zero(optimizer: DeepSpeedZeroOptimizer, mesh: Mesh) -> None:
 
 
 class Pipelined:
-    """The runner of a rank with a pipeline stage. Only the last stage has results."""
+    """The runner of a rank with a pipeline stage. Only the last stage returns results."""
 
     every_rank_sees = False
 
@@ -204,16 +203,16 @@ def forward_and_backward(
 ) -> list[Any]:
     """Run forward and backward of every micro-batch of an optimizer step on this stage.
 
-    forward: called on the last stage with the engine and a micro-batch; loss_of: from a micro-batch's number and
-    forward's result, returns the scalar for backward, and the value to keep, without its graph (that would keep
-    activations alive). Returns the kept values on the last stage, nothing on others. The caller runs the engine's
-    step of the last micro-batch, which updates the weights and synchronizes the stages.
-    Before its first backward a stage runs one forward per later stage, then it alternates.
+    forward: called on the last stage with the engine and a micro-batch. loss_of: maps a micro-batch's index and
+    forward's result to the scalar for backward and a detached value to return (a graph would keep activations alive).
+    Returns these values on the last stage, an empty list on others. The caller runs the engine's step of the last
+    micro-batch. It updates the weights and synchronizes the stages. Before its first backward, a stage runs one forward
+    per later stage, then it alternates.
     """
     stage = stage_of(engine)
     neighbours = _Neighbours(stage, engine.device)
     number, ahead = len(batches), min(stage.size - 1 - stage.index, len(batches))
-    waiting: deque[tuple[torch.Tensor | None, Any]] = deque()  # input and output of micro-batches before their backward
+    waiting: deque[tuple[torch.Tensor | None, Any]] = deque()  # inputs and outputs of micro-batches that await backward
     found, tied = [], _TiedGradient(engine) if stage.is_last and stage.tied_rows else None
 
     def forward_one(i: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
@@ -258,7 +257,7 @@ def forward_and_backward(
 
 
 def refresh_tied(model: nn.Module, device: torch.device) -> None:
-    """Copy the embedding to the last stage if it is the output layer: before each step, and once in eval mode."""
+    """Send a tied embedding to the last stage, the output layer's copy: before each step, and once in eval mode."""
     stage = model.stage
     if model.language_model.tied_copy.is_fresh and not model.training:
         return
@@ -278,9 +277,9 @@ def _embedding(model: nn.Module) -> nn.Parameter:
 
 
 class _TiedGradient:
-    """The gradient of the last stage's output layer, a sum over micro-batches in data_types.grad_accum_dtype.
+    """Sums the gradient of the last stage's output layer over micro-batches, in data_types.grad_accum_dtype.
 
-    The first stage rounds the sum once to the weights' dtype, as it rounds the embedding's of each micro-batch.
+    The first stage rounds the sum once to the weights' dtype. It also rounds the embedding's gradient per micro-batch.
     """
 
     def __init__(self, engine) -> None:
@@ -297,7 +296,7 @@ class _TiedGradient:
             self._sum = gradient.to(self._dtype)
 
     def send(self, stage: Stage) -> None:
-        """Send the sum to the first stage; zeros if the head does not use the output layer."""
+        """Send the sum to the first stage, or zeros if the head does not use the output layer."""
         gradient = torch.zeros_like(self._weight, dtype=self._dtype) if self._sum is None else self._sum
         _move(torch.distributed.isend, gradient, stage, 0)
 
@@ -333,7 +332,7 @@ def _shape(batch: Batch, stage: Stage) -> tuple[int, int, int]:
 def backward_from(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return a scalar whose backward continues with the gradient of `output` received from the next stage.
 
-    The factor that DeepSpeed puts on the scalar is ignored: the last stage has applied it.
+    Ignores DeepSpeed's scaling of the scalar, because the last stage has already applied it.
     """
     return _Resumed.apply(output, gradient)
 
@@ -350,7 +349,7 @@ class _Resumed(torch.autograd.Function):
 
 
 class _Neighbours:
-    """The previous and next stages. Nothing is sent or received beyond the pipeline's ends."""
+    """Exchanges tensors with the previous and next stages, if there are such stages."""
 
     def __init__(self, stage: Stage, device: torch.device) -> None:
         self._stage, self._device = stage, device
@@ -364,7 +363,7 @@ class _Neighbours:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Send tensors to the previous and next stages, and return the received tensors, of the given shapes.
 
-        Sends and receives are one operation, so that two neighbours never wait for each other.
+        Sends and receives are batched into one operation, so that neighbours can't deadlock.
         """
         stage, operations, found = self._stage, [], []
         for step, sent, wanted in ((-1, before, wants_before), (1, after, wants_after)):

@@ -1,12 +1,12 @@
 # T tokens of all samples laid end to end, D language-model width
 """Stages of a pipeline: each has consecutive layers of the language model, with the complete model's parameter names.
 
-The first stage also has tower, projector and embeddings, and all layers after which features of the tower are added;
-the last one the final norm, the output layer and the value head. Modules of other stages are replaced by parameterless
-identity modules, so that the language model's own forward runs through all layers by number.
+The first stage also has tower, projector and embeddings, and all layers after which features of the tower are added.
+The last stage has the final norm, the output layer and the value head. Modules of other stages are replaced by identity
+modules without parameters, so that the language model's forward can still loop over all layers.
 
-An output layer tied to the embedding belongs to the first stage. The last stage computes with a copy that is not a
-parameter, and sends its gradient to the first stage (stage_runner.py).
+An output layer tied to the embedding belongs to the first stage. The last stage uses a copy that is not a parameter,
+and sends the copy's gradient to the first stage (stage_runner.py).
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ HIDDEN = "hidden"  # in Batch.extra: the hidden states (1, T, D) from the previo
 class Stage:
     """A rank's stage, number `index` of `size`.
 
-    group: the ranks of one pipeline, in stage order; width: D; dtype: of the tensors sent between stages; tied_rows:
-    the number of rows (vocabulary) of an output layer that is the embedding, 0 for any other output layer.
+    group: the ranks of one pipeline, in stage order. width: D. dtype: of the tensors sent between stages. tied_rows:
+    number of rows (vocabulary size) if the output layer is tied to the embedding, otherwise 0.
     """
 
     index: int
@@ -66,10 +66,10 @@ class _Elsewhere(nn.Module):
 
 
 class TiedCopy(nn.Module):
-    """State of the last stage's copy of the embedding. Every stage has one, and all change alike.
+    """State of the last stage's copy of the embedding. Every stage tracks this state, and it is equal on all stages.
 
-    is_fresh: the copy has the embedding's weights. Weights don't change while a model stays in eval mode, so a change
-    of mode makes it stale.
+    is_fresh: True if the copy equals the embedding. Weights can't change while a model stays in eval mode, so only a
+    change of mode marks the copy as stale.
     """
 
     is_fresh = False
@@ -81,9 +81,9 @@ class TiedCopy(nn.Module):
 
 
 def owners(model: nn.Module, flops: ModelFlops, tower: TowerPlan, size: int) -> tuple[list[int], dict[str, int]]:
-    """Return the layers of each stage, and the stage of each parameter of a complete LlavaModel, by name.
+    """Return the number of layers per stage, and a map from a complete LlavaModel's parameter names to stages.
 
-    Stages are cut to cost the same for a sample with one tile. Raises ConfigError for too few layers.
+    Balances the stages' FLOPs for a sample with one tile. Raises ConfigError if there are too few layers.
     """
     num_layers = len(model.language_model.base_model.layers)
     check_layers(num_layers, tower, size)
@@ -109,10 +109,10 @@ def check_layers(num_layers: int, tower: TowerPlan, size: int) -> None:
 def layers_of_stages(
     first: float, layer: float, last: float, num_layers: int, size: int, at_first: int = 1
 ) -> list[int]:
-    """Return the number of layers per stage that minimizes the cost of the costliest stage; each has at least one, the
-    first stage at least at_first.
+    """Return the number of layers per stage that minimizes the cost of the costliest stage. Each has at least one
+    layer, the first at least at_first.
 
-    first, last: cost of the first and last stage without layers; layer: cost of a layer, in the same unit.
+    first, last: cost of the first and last stage without layers. layer: cost of a layer, in the same unit.
     """
     beside, least = [first, *[0.0] * (size - 2), last], [at_first, *[1] * (size - 1)]
     bounds = sorted(cost + n * layer for cost in set(beside) for n in range(1, num_layers + 1))
@@ -128,7 +128,7 @@ def layers_of_stages(
 def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.distributed.ProcessGroup) -> None:
     """Reduce a LlavaModel without weights to stage `index`.
 
-    counts: layers of each stage; group: the ranks of this rank's pipeline.
+    counts: number of layers per stage. group: the ranks of this rank's pipeline.
     """
     trunk, output = model.language_model.base_model, model.language_model.get_output_embeddings()
     layers, begin = trunk.layers, sum(counts[:index])
@@ -150,7 +150,7 @@ def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.dis
             model.value_head = _Elsewhere()
     elif is_tied:
         del output.weight
-        output.weight = None  # until the first stage sends it
+        output.weight = None  # set when the first stage sends the embedding
     if not model.stage.is_first:
         model.begin = partial(_begin_from_hidden, model)
         model.language_model.set_input_embeddings(_Elsewhere())
@@ -161,23 +161,23 @@ def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.dis
 
 
 def _begin_from_hidden(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, object]]:
-    """Return the previous stage's hidden states instead of embeddings, and the layers' other arguments."""
+    """Return the previous stage's hidden states, used instead of embeddings, and the layers' other arguments."""
     return batch.extra[HIDDEN], model.layer_options(batch)
 
 
 def stage_of_parameters(model: nn.Module, counts: list[int]) -> dict[str, int]:
-    """Return the stage of each parameter of a complete LlavaModel, by name. counts: layers of each stage."""
+    """Map a complete LlavaModel's parameter names to stages. counts: number of layers per stage."""
     trunk, output = model.language_model.base_model, model.language_model.get_output_embeddings()
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
     found = {id(p): stage for layer, stage in zip(trunk.layers, stages, strict=True) for p in layer.parameters()}
     ends = [trunk.norm, output, *([model.value_head] if hasattr(model, "value_head") else [])]
     found |= {id(p): len(counts) - 1 for part in ends for p in part.parameters()}
-    found[id(model.language_model.get_input_embeddings().weight)] = 0  # also if it is the output layer
+    found[id(model.language_model.get_input_embeddings().weight)] = 0  # also if the output layer is tied to it
     return {name: found.get(id(p), 0) for name, p in model.named_parameters()}
 
 
 def problem(config: PreTrainedConfig) -> str | None:
-    """Return why a language model can't be cut into stages, or None. Cuts and compares a small random copy."""
+    """Return why a language model can't be cut into stages, or None. Cuts a small random copy and compares results."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         language_model = probe.random_copy(config)

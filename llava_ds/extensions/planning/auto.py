@@ -1,4 +1,4 @@
-"""Choose the "auto" settings by memory: the DeepSpeed JSON, tokens per micro-batch, and checkpointed layers."""
+"""Choose "auto" settings that fit in memory: DeepSpeed JSON, tokens per micro-batch, and checkpointed layers."""
 
 import dataclasses
 import os
@@ -31,7 +31,7 @@ from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, local_ra
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # keyed by data_types.grad_accum_dtype
 FULL_TOKENS = 8192  # larger micro-batches don't speed up a GPU
 MOST_TOKENS_ON_CPU = 8192
-ROUND_TOKENS = 64  # auto rounds to a multiple, unless the longest sample is larger
+ROUND_TOKENS = 64  # auto rounds down to a multiple of this, but not below the longest sample
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Data:
 
 @dataclass(frozen=True)
 class Devices:
-    """Training devices. memory: bytes of the smallest device, None if unknown; node_memory: of the smallest node, None
-    for unlimited; are_local: True if this machine trains and must meet its requirements.
+    """Training devices. memory: bytes of the smallest device, None if unknown. node_memory: bytes of the smallest node,
+    None for unlimited. are_local: True if training runs on this machine, so it has to meet the requirements.
     """
 
     num_ranks: int
@@ -58,10 +58,10 @@ class Devices:
 
 
 def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices: Devices) -> Run:
-    """Describe the run as training would do it, with the largest micro-batch that its flags allow.
+    """Return the run as training would configure it, with the largest micro-batch that its flags allow.
 
-    Assumes as many tiles as the tokens have room for, each with all its features. If device memory is unknown, auto
-    checkpoints no layer and uses micro-batches of whole shares.
+    Assumes that all tokens are image features, of as many full tiles as fit. If device memory is unknown, auto
+    checkpoints no layer and puts a rank's whole share of a step into one micro-batch.
     """
     training = resolved.args.training
     sp, weight_bytes = resolved.args.ranks_per_token, resolved.dtype.itemsize
@@ -87,7 +87,7 @@ def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices
 
 @dataclass(frozen=True)
 class _MicroBatchChoice:
-    """Choose tokens per micro-batch and checkpointed layers for a run and a device's memory."""
+    """Chooses tokens per micro-batch and checkpointed layers that fit a run into a device's memory."""
 
     run: Run
     args: Arguments
@@ -130,7 +130,7 @@ class _MicroBatchChoice:
         return self.memory is None or fits(planned.estimate().total, self.memory)
 
     def most_tokens(self, most: int, checkpointed: int) -> int:
-        """Bisect for the most tokens that fit, up to a limit; at least a longest sample."""
+        """Bisect for the most tokens up to a limit that fit. Returns at least the longest sample's length."""
         low, high = self.data.longest_sample, max(most, self.data.longest_sample)
         while low < high:
             middle = (low + high + 1) // 2
@@ -150,7 +150,7 @@ def zero_placement(config: dict) -> ZeroPlacement:
 def run_on_ranks(
     resolved: ResolvedConfig, plan: ModelPlan, dataset: EncodedDataset, order: SampleOrder, ranks: Ranks
 ) -> Run:
-    """Describe the run on these ranks and its data. The rank with the least free memory decides. Collective."""
+    """Return the run on these ranks and its data, sized for the rank with the least free memory. Collective."""
     sp, dp = resolved.args.ranks_per_token, ranks.world_size // resolved.args.ranks_per_sample
     share = broadcast_from_first(ranks, lambda: largest_share(order, dataset.lengths, dp))
     facts = dataset.index.facts
@@ -169,8 +169,7 @@ def choose_tokens_per_micro_batch(
 ) -> int:
     """Choose and print the value for --tokens_per_micro_batch auto. Collective.
 
-    A resumed run keeps its checkpoint's value, because another value rounds differently; otherwise as many tokens as
-    fit.
+    Chooses as many tokens as fit. A resumed run keeps its checkpoint's value, because another value rounds differently.
     """
     training = resolved.args.training
     saved = broadcast_from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
@@ -184,14 +183,14 @@ def choose_tokens_per_micro_batch(
 def candidates(args: Arguments, world_size: int, device_type: str) -> dict[str, str]:
     """Map configuration names, fastest first, to the reason for each.
 
-    Sharding costs traffic and frees memory. One rank has nothing to shard. Several ranks do best with a sharded
-    optimizer: gradients are sent once per optimizer step, or during backward. Offloaded states cross PCIe.
+    Sharding frees memory but costs traffic, and is useless on one rank. On several ranks, sharding only the optimizer
+    is fastest, because gradients are sent once per step or during backward. Offloaded states cross PCIe.
     """
     training = args.training
     tokens = training.tokens_per_micro_batch
     packed = isinstance(tokens, int) and tokens < training.per_device_train_batch_size * args.data.model_max_length
     if world_size == 1:
-        # DeepSpeed's float16 begins at stage 1.
+        # With float16, DeepSpeed needs at least stage 1.
         found = {"zero1" if training.fp16 else "zero0": "one rank has nothing to shard"}
     elif training.gradient_accumulation_steps > 1 or packed:
         found = {
@@ -200,9 +199,9 @@ def candidates(args: Arguments, world_size: int, device_type: str) -> dict[str, 
         }
     else:
         found = {"zero2": "gradients are sent during backward, and each rank updates its part of the weights"}
-    # On one rank stage 2 shards nothing, but updates the weights part by part.
+    # On one rank, stage 2 shards nothing, but updates weights part by part to save memory.
     found["zero3"] = "weights must be sharded as well" if world_size > 1 else "the optimizer must update in parts"
-    if device_type != "cpu":  # a CPU's memory is the device's
+    if device_type != "cpu":  # offload from CPU to CPU would free nothing
         found["zero2_offload"] = "the optimizer's states must be in CPU memory"
         found["zero3_offload"] = "everything must be in CPU memory"
     return found
@@ -213,8 +212,8 @@ def choose_ds_config(
 ) -> tuple[dict, str]:
     """Choose the first candidate whose estimate fits. Returns the DeepSpeed JSON and a line with the reason.
 
-    folder: of the configurations; devices: with their total memory; stage: ZeRO stage of the checkpoint being resumed,
-    kept. Raises ConfigError if none fits, naming a change that would, or if the flags rule out every candidate.
+    folder: holds the configurations. devices: with their total memory. stage: ZeRO stage to keep from a resumed
+    checkpoint. Raises ConfigError if none fits (naming a change that would) or the flags rule out every candidate.
     """
     longest = args.data.model_max_length
     refused: ConfigError | None = None
@@ -235,7 +234,7 @@ def choose_ds_config(
         except ConfigError as error:  # can't be compiled on this machine, or conflicts with the flags
             refused = refused or error
             continue
-        # Before the data is read, assume that every sample has the maximum length.
+        # The data isn't read yet, so assume that every sample has the maximum length.
         data = Data(longest, SUPERVISED, share=resolved.args.training.per_device_train_batch_size * longest)
         run = runs[name] = planned_run(shape, resolved, data, devices)
         needs = run.estimate()
@@ -253,8 +252,8 @@ def choose_ds_config(
 
 
 def _filled(folder: Path, args: Arguments, resolve: Callable[[dict, Arguments], ResolvedConfig]) -> Arguments:
-    """Fill in the batch sizes that follow from each other. Refused flags are returned unchanged: the candidates will be
-    refused as well.
+    """Fill in batch sizes that follow from others. Returns invalid flags unchanged, because every candidate will report
+    them.
     """
     try:
         return resolve(read_ds_config(folder / "zero1.json"), args).args
@@ -263,7 +262,7 @@ def _filled(folder: Path, args: Arguments, resolve: Callable[[dict, Arguments], 
 
 
 def choose_for_ranks(args: Arguments, model: ModelPlan, ranks: Ranks) -> tuple[dict, str]:
-    """Run choose_ds_config for these ranks, with the smallest memory on any of them. Collective.
+    """Run choose_ds_config for the rank with the smallest memory. Collective.
 
     On CPU, ranks share the machine's memory evenly.
     """
@@ -275,8 +274,8 @@ def choose_for_ranks(args: Arguments, model: ModelPlan, ranks: Ranks) -> tuple[d
     devices = Devices(ranks.world_size, max(locals_), ranks.device.type, min(memories), min(nodes), are_local=True)
     training = args.training
     saved = broadcast_from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
-    # Another number of ranks may need another stage, and rounds differently anyway.
+    # With another number of ranks, sums round differently anyway, so choose the stage anew.
     stage = saved["zero_stage"] if saved.get("world_size") == ranks.world_size else None
     shape = shape_of(model.text_config, model.tower, args)
-    # Machines may differ in what they can compile: rank 0 decides.
+    # Machines may differ in what they can compile, so rank 0 decides.
     return broadcast_from_first(ranks, partial(choose_ds_config, DS_CONFIGS, shape, args, devices, stage))

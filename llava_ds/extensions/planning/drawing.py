@@ -1,19 +1,19 @@
 # B prompts answered at once, G answers to each, L tokens of the longest prompt, N tokens of an answer, R = B G rows
 """Estimate the memory and time of steps that sample answers before they train on them.
 
-Drawing never coexists with a micro-batch's activations, so a rank's peak is the larger of both passes. Both have the
-model states and the frozen models of the objective (reference, reward model), whole on every rank and taken to have
-the trained model's size. Drawing adds
+Generation never coexists with a micro-batch's activations, so a rank's peak is the larger of the two passes. Both need
+the model states and the objective's frozen models (reference, reward model) that are whole on every rank and assumed
+to be as large as the trained model. Generation adds
 
     weights      all of them, gathered at ZeRO-3 (wP); at stages 0 to 2 the engine's own
     cache        2 key widths of every layer for R (L + N) tokens, and one layer more, copied to grow
     prompts      hidden states and MLP of one layer for B L tokens, without gradients
     logits       LOGIT_BYTES for each of R V: fp32 log-probabilities, and fp64 sums to draw from
 
-as if no answer ended early and no two were equal. Time is a roofline: every token of the answers reads all weights of
-the language model once and the cache so far, for R rows at once, or computes 2 FLOPs per weight and row: the slower of
-the two. A prompt is read once for its answers. Not counted: latency of kernels, most of a small model's time;
-rewards of functions; the copy of weights to a server that draws, and its time.
+assuming that no answer ends early and no two are equal. Time is a roofline: for each token, R rows together read the
+language model's weights and the cache so far, and each row computes 2 FLOPs per weight; the slower of the two counts. A
+prompt is processed once for all its answers. Not counted: kernel latency (most of a small model's time), reward
+functions, and copying weights to a generation server, and its time.
 """
 
 import dataclasses
@@ -27,20 +27,20 @@ from llava_ds.extensions.planning.memory import estimate
 from llava_ds.extensions.planning.speed import Load, Machine, step_time
 from llava_ds.tracking.wording import num_bytes
 
-PARTS = ("frozen_models", "gathered_weights", "cache", "prompts", "logits")  # causes of memory use
-LOGIT_BYTES = 44  # logits, two in fp32, and four in fp64: probabilities, their sums by row and by answer
+PARTS = ("frozen_models", "gathered_weights", "cache", "prompts", "logits")  # what generation needs memory for
+LOGIT_BYTES = 44  # logits, two copies in fp32, and four in fp64: probabilities, and sums by row and by answer
 
 
 @dataclass(frozen=True)
 class DrawingStep:
-    """A step that samples. run: with the batch of its training pass; drawn: what it samples."""
+    """A step that generates answers. run: has the batch of the training pass. drawn: describes the generation."""
 
     run: Run
     drawn: Drawing
 
     @classmethod
     def of(cls, run: Run, drawn: Drawing, bound: int | None, size: int) -> "DrawingStep":
-        """Return the step of a run. bound: tokens of a micro-batch; else it has the answers to `size` prompts."""
+        """Return a run's step. bound: tokens per micro-batch; None if it has the answers to `size` prompts instead."""
         step = cls(run, drawn)
         if run.batch is None:
             return step
@@ -52,7 +52,7 @@ class DrawingStep:
 
     @property
     def prompt(self) -> int:
-        """Tokens of the longest prompt: at most the longest sample's, and an answer has room."""
+        """Tokens of the longest prompt: those of the longest sample, reduced if needed to leave room for an answer."""
         return max(1, min(self.run.longest_sample, self.drawn.max_length - self.drawn.new_tokens))
 
     @property
@@ -68,12 +68,12 @@ class DrawingStep:
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values of all answers at their ends."""
+        """Bytes of keys and values when all answers have their full length."""
         text, w = self.run.shape.text, self.run.setup.weight_bytes
         return 2 * text.key * text.num_layers * self.rows * (self.prompt + self.drawn.new_tokens) * w
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of a rank by cause, and of both passes."""
+        """Return a rank's bytes by cause, and the totals of both passes."""
         run, drawn, shape, w = self.run, self.drawn, self.run.shape, self.run.setup.weight_bytes
         weights = w * shape.num_parameters
         found = {"frozen_models": drawn.frozen_models * weights}
@@ -91,7 +91,7 @@ class DrawingStep:
         return found | {"drawing": drawing, "training": training + found["frozen_models"]}
 
     def seconds(self, load: Load, machine: Machine) -> dict[str, float] | None:
-        """Estimate a step's seconds by pass; None if the training pass has no estimate. load: without generation."""
+        """Estimate a step's seconds by pass; None if the training pass has no estimate. load: of the training pass."""
         run, drawn, shape, setup = self.run, self.drawn, self.run.shape, self.run.setup
         text, flops, w = shape.text, shape.flops, setup.weight_bytes
         peak, bandwidth = machine.matmul_share * machine.peak(w), machine.memory_bandwidth
@@ -111,7 +111,7 @@ class DrawingStep:
         if time is None:
             return None
         rounds = math.ceil(drawn.prompts / drawn.at_once)
-        # 2 FLOPs per weight; the output layer's are added.
+        # 2 FLOPs per weight, including the output layer's.
         weights = flops.forward_per_token / 2 + text.hidden * text.vocab
         read = w * weights + self.cache_bytes * (self.prompt + drawn.new_tokens / 2) / (self.prompt + drawn.new_tokens)
         per_token = max(read / bandwidth, 2 * self.rows * weights / peak)
@@ -130,7 +130,7 @@ class DrawingStep:
 
 
 def drawing_of(run: Run, args: Arguments) -> DrawingStep | None:
-    """Return the step of a run that samples; None for other runs, and if only the number of parameters is known."""
+    """Return the step of a run that generates; None for other runs, or if only the parameter count is known."""
     drawn = next(filter(None, (flags.drawing(args) for flags in args.own.values())), None)
     if drawn is None or run.batch is None:
         return None
@@ -139,7 +139,7 @@ def drawing_of(run: Run, args: Arguments) -> DrawingStep | None:
 
 
 def drawing_lines(step: DrawingStep, gpu_memory: float | None, seconds: dict[str, float] | None = None) -> list[str]:
-    """Describe memory and, if known, the time of a step in words."""
+    """Describe a step's memory and, if known, its time, one line each."""
     drawn, memory = step.drawn, step.memory()
     parts = ", ".join(f"{name.replace('_', ' ')} {num_bytes(memory[name])}" for name in PARTS if memory.get(name))
     peak = max(memory["drawing"], memory["training"])

@@ -1,4 +1,4 @@
-"""Report the dry run: data, memory and time."""
+"""Print the report of --dry_run on data, memory and time."""
 
 import statistics
 from functools import partial
@@ -24,14 +24,14 @@ from llava_ds.tracking.wording import duration, num_bytes
 from llava_ds.train.plan import Plan
 
 LONGEST_TEXT = 800  # characters of a sample to show
-# Keyed by fit.verdict, the worst first.
+# Sentences by the result of fit.verdict, the worst result first.
 STATES = {"too big": "would run out of memory", "tight": "may run out of memory", "fits": "ready"}
 
 
 def show_dry_run(plan: Plan, ranks: Ranks) -> int:
     """Print whether the run can start, its steps and the memory estimate. Returns the exit code.
 
-    With --verbose also the DeepSpeed JSON as filled in and the first batch.
+    With --verbose, also prints the resolved DeepSpeed JSON and the first batch.
     """
     steps, done = plan.steps, plan.resumed_step
     planned = run_on_ranks(plan.resolved, plan.model, steps.dataset, steps.order, ranks)
@@ -41,7 +41,7 @@ def show_dry_run(plan: Plan, ranks: Ranks) -> int:
         device, host = ranks.device, float(psutil.virtual_memory().available)
         gpu = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
         step_s = measured_step_s(plan.output_dir, done)
-        batch = first_batch(steps, done, plan.model.tokenizer)  # decodes its images, to find bad ones here
+        batch = first_batch(steps, done, plan.model.tokenizer)  # decodes images, so that bad ones are found now
         print_first(conclusion(planned, gpu, host, (done, steps.num_steps), steps.batch_size, step_s))
         drawing = drawing_of(planned, plan.args)
         drawn = [] if drawing is None else drawing_lines(drawing, gpu)
@@ -87,9 +87,9 @@ def conclusion(
     batch_size: int,
     step_s: float | None,
 ) -> str:
-    """Return one line: if the run can start and fits, its number of steps and, if known, the time.
+    """Return one line that says if the run can start and fits, its number of steps and, if known, the time.
 
-    gpu_memory: bytes of a GPU, None on a CPU; host_memory: free bytes of a node; steps: done and total; step_s:
+    gpu_memory: bytes of a GPU, None on a CPU. host_memory: free bytes of a node. steps: done and total. step_s:
     measured seconds of an optimizer step, or None.
     """
     done, total = steps

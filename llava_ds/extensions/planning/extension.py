@@ -1,4 +1,4 @@
-"""Run --deepspeed_config auto, --tokens_per_micro_batch auto and --dry_run."""
+"""Register --deepspeed_config auto, --tokens_per_micro_batch auto and --dry_run."""
 
 from llava_ds.extensions.base import Extension
 from llava_ds.extensions.planning.auto import choose_for_ranks, choose_tokens_per_micro_batch

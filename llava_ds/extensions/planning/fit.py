@@ -1,4 +1,4 @@
-"""Judge if a run fits a GPU's memory, find the smallest change with which it fits, and print the table of estimates."""
+"""Check if a run fits in a GPU's memory, find the smallest change that makes it fit, and tabulate the estimates."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ GB, MB = 10**9, 10**6
 HEADROOM = 0.1  # share of a GPU's memory for the CUDA context, NCCL and fragmentation
 MOST_DOUBLINGS = 6  # maximum doublings of the number of GPUs
 DEVICES = ("none", "cpu", "nvme")  # fastest first
-# (optimizer, param), in the order proposed
+# (optimizer, param) offload, in the order in which changes are proposed
 OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme"))
 CELL = 13  # minimum column width
 
@@ -59,10 +59,10 @@ def verdict(total: int, gpu_memory: float) -> str:
 
 
 def smallest_change(run: Run, gpu_memory: float) -> Run | None:
-    """Return the run with the smallest change that fits, itself if it fits; None if no tried change does.
+    """Return the run with the smallest change that makes it fit (none if it fits already); None if no change does.
 
-    Cheapest first: changes without offload and more GPUs, then the fewest flags; recomputed layers before a higher
-    stage, and a higher stage before fewer tokens.
+    Changes without offload or more GPUs come first, then those with the fewest flags. Among these, recomputed layers
+    come before a higher stage, and a higher stage before fewer tokens.
     """
     return next((other for other in _changed(run) if fits(other.estimate().total, gpu_memory)), None)
 
@@ -88,7 +88,7 @@ def describe_change(run: Run, other: Run) -> str:
 
 
 def advice(run: Run, gpu_memory: float) -> str:
-    """Return a sentence: the run fits, or the smallest change with which it would."""
+    """Return a sentence that says that the run fits, or which smallest change would make it fit."""
     total, memory = run.estimate().total, f"{gpu_memory / GB:g} GB"
     start = f"{placement_name(run.placement)} on {_num_ranks(run.setup)} needs {total / GB:.1f} GB of {memory}"
     other = smallest_change(run, gpu_memory)
@@ -101,7 +101,7 @@ def advice(run: Run, gpu_memory: float) -> str:
 
 
 def table(run: Run, gpu_memory: float | None, device: str = "GPU") -> list[str]:
-    """Tabulate every stage and offload, in GB (10**9 bytes) or MB, and mark the run's own column. device: of a rank."""
+    """Tabulate every stage and offload in GB (10**9 bytes) or MB; the run's own is marked. device: "GPU" or "CPU"."""
     cells = [other.estimate() for other in columns(run).values()]
     unit, size = ("GB", GB) if cells[0].total >= GB else ("MB", MB)
     rows = [(f"{unit} per {device}", headings(run))]
@@ -126,7 +126,7 @@ def aligned(rows: list[tuple[str, list[str]]]) -> list[str]:
 
 
 def description(run: Run, device: str = "GPU") -> list[str]:
-    """Describe the model and its training in words. device: of a rank."""
+    """Describe the model and its training in words. device: what a rank runs on, "GPU" or "CPU"."""
     parts = ", ".join(
         f"{part.name} {part.num_parameters:,}{'' if part.num_trained else ' frozen'}" for part in run.shape.parts
     )
@@ -152,7 +152,7 @@ def description(run: Run, device: str = "GPU") -> list[str]:
 
 
 def as_json(run: Run, gpu_memory: float | None) -> dict[str, object]:
-    """Return the same figures as JSON values, in bytes."""
+    """Return the table's figures as JSON values, in bytes."""
     found = {}
     for name, other in columns(run).items():
         one = other.estimate()
@@ -173,7 +173,7 @@ def as_json(run: Run, gpu_memory: float | None) -> dict[str, object]:
 
 
 def _changed(run: Run) -> Iterator[Run]:
-    """Yield the run and its changed versions, the smallest change first."""
+    """Yield the run, then its variants, the smallest change first."""
     recompute, halvings = [False], [0]
     if run.batch is not None:
         recompute += [True] if run.batch.num_recomputed != run.shape.text.num_layers else []
@@ -204,18 +204,18 @@ def _changed(run: Run) -> Iterator[Run]:
 
 
 def _is_further(offload: tuple[str, str], other: tuple[str, str]) -> bool:
-    """True if both parts are at least as far from the GPU as the other's."""
+    """Return True if optimizer and weights are both at least as far from the GPU as in `other`."""
     return all(DEVICES.index(device) >= DEVICES.index(than) for device, than in zip(offload, other))
 
 
 def columns(run: Run) -> dict[str, Run]:
-    """Return the table's columns: the run with the usual placements, and with its own if it is not among them."""
+    """Return the table's columns: the run with every usual placement, and with its own if that is missing."""
     named = PLACEMENTS | {placement_name(run.placement): run.placement}
     return {name: dataclasses.replace(run, placement=each) for name, each in named.items() if _goes_with(each, run)}
 
 
 def _goes_with(placement: ZeroPlacement, run: Run) -> bool:
-    """False for placements that can't train pipelines, shared experts or upcycled models."""
+    """Return False if the placement can't train this run's pipeline, shared experts or upcycled model."""
     setup, is_offloaded = run.setup, placement.optimizer != "none"
     if placement == run.placement:
         return True

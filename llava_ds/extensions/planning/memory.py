@@ -1,9 +1,9 @@
 # P parameters, T trained ones, N ranks, w bytes per weight (2 in bf16 and fp16, 4 in fp32)
 """Estimate the bytes that a rank needs by ZeRO stage and offload, computed as DeepSpeed 0.19 allocates them.
 
-Under tensor parallelism P and T count a rank's parameters, and N the ranks with the same matrix parts. In a pipeline
-they count a stage's parameters, and N its ranks. For experts shared by ranks (--ep_size), N counts the ranks that hold
-the same experts.
+Under tensor parallelism, P and T count one rank's parameters, and N the ranks with the same matrix parts. In a
+pipeline, P and T count one stage's parameters, and N its ranks. With --ep_size, N for experts counts the ranks that
+hold the same ones.
 
 Model states are measured at the boundary of an optimizer step: after the last backward, before the update.
 
@@ -13,10 +13,10 @@ Model states are measured at the boundary of an optimizer step: after the last b
     3       wP / N           wT / N      4T / N        8T / N
 
 In bf16 with everything trained that is 16P at stage 0, 2P + 14P/N at 1 and 2, and 16P/N at 3. In fp32, stages 1 to 3
-keep a second fp32 copy of the weights: 20P on one rank, against 16P at stage 0. The estimate also includes: padding of
-the partitions (stages 1, 2: groups to 2N elements; stage 3: every tensor to N); at 1 and 2, the whole gradient of each
-tensor that a rank owns a part of; at 3, the tensors that are never partitioned (up to
-stage3_param_persistence_threshold).
+keep a second fp32 copy of the weights: 20P on one rank, against 16P at stage 0. The estimate also includes padding:
+groups to multiples of 2N elements at stages 1 and 2, and every tensor to multiples of N at 3. Stages 1 and 2 also hold
+the whole gradient of each tensor that a rank owns a part of, and stage 3 whole tensors up to
+stage3_param_persistence_threshold.
 
 In separate columns:
 
@@ -28,12 +28,12 @@ In separate columns:
 - optimizer step: the fp32 gradients of the group (stage 3: sub-group) being updated. They never exist together with the
   activations, so the larger counts.
 
-Packed weights (--bits) count their bits instead of w, plus their scales, which stage 3 doesn't partition.
+Weights packed by --bits count with their bits instead of w, plus their scales that stage 3 doesn't partition.
 
-Offload has two parts, each with its own device. With offload_optimizer, gradients, fp32 copy and moments are in the
-node's pinned memory: 4T of gradients plus the wT that arrive, and at stage 2 a wT copy of the updated weights. With
-offload_param only the weights leave the GPU. For NVMe, buffers have the sizes of DeepSpeed's default settings; the NVMe
-figures were never compared with a run.
+Optimizer and weights are offloaded separately. With offload_optimizer, gradients, fp32 copy and moments are in the
+node's pinned memory: 4T of gradients plus wT of incoming ones, and at stage 2 a wT copy of the updated weights. With
+offload_param only the weights leave the GPU. For NVMe, buffers have DeepSpeed's default sizes. The NVMe figures were
+never compared with a run.
 """
 
 import math
@@ -76,7 +76,7 @@ PLACEMENTS = {
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """The sizes in zero_optimization that memory depends on, in elements, with DeepSpeed's defaults."""
+    """Sizes in zero_optimization that determine memory, in elements, with DeepSpeed's defaults."""
 
     reduce_bucket_size: int = 500_000_000
     prefetch_bucket_size: int = 50_000_000
@@ -97,9 +97,9 @@ class ZeroSettings:
 
 @dataclass(frozen=True)
 class Setup:
-    """Devices and precision of a run. weight_bytes: 2 or 4; gradient_bytes: per accumulated gradient; moments: fp32
-    numbers that the optimizer keeps per parameter; sp: ranks that share the tokens of each sample; tp: ranks that share
-    matrices; pp: pipeline stages; ep: ranks that share experts.
+    """Devices and precision of a run. weight_bytes: 2 or 4. gradient_bytes: per accumulated gradient. moments: fp32
+    numbers per parameter in the optimizer. sp: ranks that share the tokens of each sample. tp: ranks that share
+    matrices. pp: number of pipeline stages. ep: ranks that share experts.
     """
 
     num_gpus: int
@@ -122,7 +122,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of the fullest rank; cpu and nvme: bytes of a node."""
+    """Bytes on the rank that needs most; cpu and nvme: bytes on a node."""
 
     weights: int
     gradients: int
@@ -140,14 +140,14 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """Peak bytes: a micro-batch and an optimizer step take turns."""
+        """Peak bytes: the larger of a micro-batch and an optimizer step. They never overlap."""
         return self.model_states + max(self.activations + self.gathered + self.buffers, self.optimizer_step)
 
 
 def estimate(shape: ModelShape, placement: ZeroPlacement, setup: Setup, batch: MicroBatch | None = None) -> Estimate:
     """Estimate a rank's memory; without a micro-batch, no activations are counted.
 
-    In a pipeline: the memory of the stage that needs most.
+    In a pipeline, estimates the stage that needs most.
     """
     estimate_stage = {0: _replicated, 3: _sharded}.get(placement.stage, _sharded_optimizer)
     if not shape.stages:
@@ -161,7 +161,7 @@ def estimate(shape: ModelShape, placement: ZeroPlacement, setup: Setup, batch: M
 
 
 def _with_frozen(own: Estimate, shape: ModelShape, placement: ZeroPlacement, setup: Setup) -> Estimate:
-    """Add a frozen model: whole on every rank, or sharded by ZeRO-3, unless ranks share matrices or experts."""
+    """Add a frozen model: whole on every rank, unless ZeRO-3 shards it (not if ranks share matrices or experts)."""
     w, ranks = setup.weight_bytes, setup.num_gpus
     if placement.stage < 3 or ranks == 1 or max(setup.tp, setup.ep) > 1:
         return replace(own, weights=own.weights + w * shape.second)
@@ -178,7 +178,7 @@ def most_activations(shape: ModelShape, setup: Setup, batch: MicroBatch | None) 
 
 
 def _activations(shape: ModelShape, index: int, setup: Setup, batch: MicroBatch | None) -> int:
-    """Return the activations of a rank of stage `index`, with one micro-batch in flight for it and each later stage."""
+    """Return the activations in bytes on stage `index`, with one micro-batch in flight for it and each later stage."""
     if batch is None:
         return 0
     own, w, begun = shape, setup.weight_bytes, 0
@@ -191,7 +191,7 @@ def _activations(shape: ModelShape, index: int, setup: Setup, batch: MicroBatch 
 
 
 def largest_unit(shape: ModelShape) -> int:
-    """Return the elements of the largest module that ZeRO-3 gathers as one."""
+    """Return the number of elements in the largest module that ZeRO-3 gathers at once."""
     return max(map(sum, shape.units))
 
 
@@ -214,14 +214,14 @@ def _sharded_optimizer(shape: ModelShape, placement: ZeroPlacement, setup: Setup
     flat = [-(-sum(group) // (2 * ranks)) * 2 * ranks for group, ranks in zip(shape.groups, copies)]
     partitions = [size // ranks for size, ranks in zip(flat, copies)]
     owned = sum(partitions)
-    # Gradients accumulated in another precision are in a flat buffer of the partition's size.
+    # Gradients accumulated in another precision need a flat buffer of the partition's size.
     held = owned if setup.gradient_bytes > w else _most_held(shape.groups, partitions)
     largest = max(map(max, shape.groups))
     buckets = setup.zero.reduce_bucket_size * (2 if setup.zero.overlap_comm else 1)
     buffers = w * (buckets + largest)
     offloaded = placement.optimizer != "none"
     if offloaded:
-        buffers += w * largest  # buffer that collects gradients before they leave the GPU
+        buffers += w * largest  # gradients are collected here before they leave the GPU
     elif placement.stage == 1 and setup.accumulates:
         buffers += setup.gradient_bytes * max(0, shape.trained_of_rank - held)
     in_cpu = (4 * (setup.moments + 2) + w) * owned + w * largest + (w * held if setup.accumulates else 0)
@@ -246,7 +246,7 @@ def _sharded(shape: ModelShape, placement: ZeroPlacement, setup: Setup, activati
     stored = sum(shape.tensors) + _packed_bytes(shape) // w
     gathered = min(stored - persisted, ahead + largest_unit(shape) + zero.prefetch_bucket_size)
     if ranks == 1 and placement.param == "none":
-        gathered = persisted = 0  # a lone rank's partition is the tensor itself
+        gathered = persisted = 0  # on one rank, a partition is the whole tensor, so nothing is gathered
     largest = max(map(max, shape.groups))
     sub_group = min(max(map(sum, groups)), zero.sub_group_size + math.ceil(largest / ranks))
     weights, gradients = w * partitions + _packed_bytes(shape, ranks), setup.gradient_bytes * owned
@@ -276,7 +276,7 @@ def _sharded(shape: ModelShape, placement: ZeroPlacement, setup: Setup, activati
 
 
 def _most_held(groups: tuple[tuple[int, ...], ...], partitions: list[int]) -> int:
-    """Return the most elements on a rank, counting whole tensors that its partitions overlap.
+    """Return the largest number of elements on a rank, counting every tensor that its partitions overlap as a whole.
 
     The count changes only at tensor borders, so only ranks at borders are checked.
     """

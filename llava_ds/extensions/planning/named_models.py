@@ -1,11 +1,11 @@
-"""Named model sizes for estimates. Imported before torch."""
+"""Named model sizes for estimates. Imported before torch, so it must not import torch."""
 
-SUPERVISED = 0.25  # share of tokens, assumed before the data is read; about a sixth in LLaVA-1.5's instruction data
+SUPERVISED = 0.25  # share of supervised tokens assumed before the data is read; about 1/6 in LLaVA-1.5's data
 LLAMA_7B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
 }  # fmt: skip
-# Language models keyed by the name of the LLaVA trained from them; the tower is CLIP-L/336, the projector the flags'.
+# Language models by the name of the LLaVA model built on them. The tower is CLIP-L/336; flags define the projector.
 NAMED = {
     "llava-v1.5-7b": LLAMA_7B,
     "llava-v1.5-13b": {

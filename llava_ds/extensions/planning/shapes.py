@@ -1,4 +1,4 @@
-"""The sizes of a model's tensors by trained part, computed without weights, for the estimates."""
+"""Compute the sizes of a model's tensors, trained and frozen, without loading weights. Estimates use them."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -43,10 +43,10 @@ from llava_ds.model.open.tower import plan_tower
 from llava_ds.model.vision import TowerPlan
 from llava_ds.tracking.flops import ModelFlops, flops_of_model
 
-LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # parameters; any other number must be a typo
-# Load of the busiest expert divided by an even share; in an upcycled model every expert computes that number of rows.
+LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # limits on the number of parameters; others must be a typo
+# Assumed load of the busiest expert, relative to an even share. In upcycled models, all experts compute that many rows.
 UNEVEN = 1.5
-TENSORS_OF_A_COUNT = 1000  # number of tensors assumed if only the number of parameters is known
+TENSORS_OF_A_COUNT = 1000  # assumed number of tensors if only the number of parameters is known
 
 LLAMAS_LAYER = {
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
@@ -69,19 +69,19 @@ class Part:
 
 @dataclass(frozen=True)
 class TextShape:
-    """Widths of the language model on one rank: query and key of all its heads together; averages if layers differ.
+    """Widths of the language model on one rank, averaged if layers differ. Query and key widths are sums over heads.
 
-    trained: True if the stage trains its weights; intermediate: MLP width, or for a mixture of experts the width of an
-    MLP that saves as much for backward as a token's experts; routed: True for a mixture; expert_rows: expert uses per
-    token, summed over the layers of an upcycled model; is_llamas: its layers have exactly Llama's tensors;
-    adapter_rank: sum of the ranks of a layer's adapters; adapter_dropped: widths of adapter inputs with dropout;
-    adapter_scaled: widths of outputs that DoRA saves twice; adapter_read: elements of the largest matrix whose rows
-    DoRA measures; tied: the output layer is the embedding; norms: norms of the hidden states per layer; has_head_norms:
-    query and key are normalised; fp32_norms: norms multiply by their weights in fp32, as in Gemma and Qwen3.5;
-    in_blocks: share of attention in which the tokens of an image see each other, computed separately; convolved, gated:
-    widths of a stateful layer's convolution input, and of its values and gate, averaged over all layers;
-    layer_embedding: width of the embeddings that each layer adds; rotary: width of the rotary angles of all layer
-    kinds; largest: query, key and intermediate of the layer that saves most, if layers differ.
+    trained: True if the training stage trains the weights. intermediate: MLP width; for a mixture of experts, the width
+    of an MLP that saves as much for backward as a token's experts. routed: True for a mixture. expert_rows: expert uses
+    per token in an upcycled model, summed over layers. is_llamas: True if layers have exactly Llama's tensors.
+    adapter_rank: sum of the ranks of a layer's adapters. adapter_dropped: widths of adapter inputs with dropout.
+    adapter_scaled: widths of outputs that DoRA saves twice. adapter_read: elements of the largest matrix with DoRA.
+    tied: True if the output layer is the embedding. norms: norms of the hidden states per layer. has_head_norms: True
+    if query and key are normalised. fp32_norms: True if norms multiply by weights in fp32, as in Gemma and Qwen3.5.
+    in_blocks: share of attention layers with a separate pass for image tokens that see each other. convolved, gated:
+    widths of a recurrent layer's convolution input, and of its values and gate, averaged over all layers.
+    layer_embedding: width of embeddings added in each layer. rotary: width of the rotary angles of all layer kinds.
+    largest: query, key and intermediate widths of the layer that saves most, if layers differ.
     """
 
     hidden: int
@@ -112,7 +112,7 @@ class TextShape:
 
     @property
     def largest_layer(self) -> "TextShape":
-        """Return the shape with the widths of the layer that saves most; it sees all tokens and has no image blocks."""
+        """Return the shape with the widths of the layer that saves most. It has no image blocks."""
         if self.largest is None:
             return self
         query, key, intermediate = self.largest
@@ -121,15 +121,15 @@ class TextShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Everything that memory and speed depend on. Sizes are in elements.
+    """Sizes of a model, in elements, that determine memory and speed.
 
-    groups: the trained tensors by optimizer group, in the optimizer's order; frozen: all others except packed ones;
-    units: the tensors that ZeRO-3 gathers together (a decoder layer, an embedding); text, tower and flops are None if
-    only the number of parameters is known. packed: the tensors quantized by --bits, at packed_bits per weight plus
-    scale_bits, which ZeRO never partitions. tp: ranks that share the layers' matrices; ep: ranks that share an upcycled
-    model's experts; parts describes the whole model, all other fields one rank. of_experts: per group, True if it holds
-    experts; empty if none. stages: the shape of each pipeline stage; is_first: it has tower, projector and embedding;
-    is_last: it has the output layer. second: parameters of frozen second models.
+    groups: trained tensors by optimizer group, in the optimizer's order. frozen: frozen tensors except packed ones.
+    units: tensors that ZeRO-3 gathers together (a decoder layer, an embedding). text, tower and flops are None if only
+    the number of parameters is known. packed: the tensors quantized by --bits, at packed_bits per weight plus
+    scale_bits that ZeRO never partitions. tp: ranks that share the layers' matrices. ep: ranks that share an upcycled
+    model's experts. parts: of the whole model; all other fields describe one rank. of_experts: per group, True if it
+    holds experts; empty if no group does. stages: the shape of each pipeline stage. is_first: True if it has tower,
+    projector and embedding. is_last: True if it has the output layer. second: parameters of frozen second models.
     """
 
     parts: tuple[Part, ...]
@@ -164,7 +164,7 @@ class ModelShape:
         return sum(map(sum, self.groups))
 
     def copies(self, ranks: int) -> list[int]:
-        """Return, per group, the number of ranks that ZeRO divides it over: only some ranks hold an expert."""
+        """Return, per group, the number of ranks over which ZeRO divides it: for experts, only those that hold them."""
         return [ranks // self.ep if routed else ranks for routed in self.of_experts or [False] * len(self.groups)]
 
     @property
@@ -174,7 +174,7 @@ class ModelShape:
 
     @property
     def hidden_size(self) -> int:
-        """The language model's width; a 7B's if only the number of parameters is known."""
+        """The language model's width, or that of a 7B model if only the number of parameters is known."""
         return 4096 if self.text is None else self.text.hidden
 
     @property
@@ -184,7 +184,7 @@ class ModelShape:
 
 
 def shape_of_folders(args: Arguments) -> ModelShape:
-    """Return the shape of the model in --model_name_or_path and --vision_tower, with its own flag defaults.
+    """Return the shape of the model in --model_name_or_path and --vision_tower, with the flag defaults of that model.
 
     Raises the same ConfigError as training.
     """
@@ -198,8 +198,8 @@ def shape_of_folders(args: Arguments) -> ModelShape:
 
 
 def shape_named(name: str, args: Arguments) -> ModelShape:
-    """Return a known size, or a fully trained model with the given number of parameters, like 13e9. Raises
-    ConfigError."""
+    """Return the shape of a named model, or of a number of parameters like 13e9, all trained. Raises ConfigError for
+    other names."""
     if name in NAMED:
         text = AutoConfig.for_model(**NAMED[name])
         return shape_of(text, plan_tower(CLIPVisionConfig(**CLIP_L_336), {}, "--model", args.model), args)
@@ -227,7 +227,7 @@ def shape_of_count(count: int) -> ModelShape:
 def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> ModelShape:
     """Return the shape of any causal language model with any tower, composed and trained as the flags say.
 
-    The model is built without memory, so every tensor is counted as it would be trained, tied ones once. Raises
+    The model is built on the meta device, so tensors are counted as in training, with tied ones once. Raises
     ConfigError if it can't be trained on the flags' mesh.
     """
     for text_of in _functions("text_of", args, text):
@@ -293,7 +293,7 @@ def _stages(
     for stage, count in enumerate(counts):
         ends = {"is_first": stage == 0, "is_last": stage == len(counts) - 1}
         trained = [tuple(p.numel() for p in group["params"] if stage_of[p] == stage) for group in groups]
-        # The last stage's copy of a tied output layer, and the copy's gradient.
+        # The last stage has a copy of a tied output layer, and the copy's gradient.
         copy = (output.numel(), output.numel()) if ends["is_last"] and stage_of[output] != stage else ()
         yield replace(
             whole,
@@ -343,7 +343,7 @@ def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Argumen
 def _widths_of_layers(text: PreTrainedConfig, args: Arguments) -> list[tuple[int, int, int]]:
     """Return each layer's query and key widths and TextShape.intermediate.
 
-    Heads too wide for every kernel need one key per query: SDPA's kernel for them requires it.
+    If heads are too wide for FlashAttention, SDPA's kernel needs keys repeated for every query head.
     """
     found, layers = [], layer_configs(text)
     saving = (width(text, UNEVEN) for width in _functions("saving_width", args, text))
@@ -365,7 +365,7 @@ def _norms(language_model: nn.Module, hidden: int) -> dict[str, object]:
     norms = {n: m for n, m in modules.items() if "Norm" in type(m).__name__ and getattr(m, "weight", None) is not None}
     return {
         "norms": sum(norm.weight.numel() == hidden for norm in norms.values()) or 2,
-        # a gated norm belongs to a layer with a state
+        # a gated norm belongs to a recurrent layer
         "has_head_norms": any(name.endswith("q_norm") for name in norms),
         "fp32_norms": any(type(norm).__name__.startswith(("Gemma", "Qwen3_5RMSNorm")) for norm in norms.values()),
     }
@@ -381,14 +381,14 @@ def _state_widths(text: PreTrainedConfig) -> dict[str, int]:
 
 
 def _functions(name: str, args: Arguments, text: PreTrainedConfig) -> list[Callable]:
-    """Return the functions of this name in estimated.py of each of the model's extensions."""
+    """Return the functions called `name` from the estimated.py files of the model's extensions."""
     names = active(args.model.own, text).extensions
     modules = [importlib.import_module(f"llava_ds.extensions.{each}.estimated") for each in names]
     return [vars(module)[name] for module in modules if name in vars(module)]
 
 
 def _add_critic(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> None:
-    """Add a critic with the actor's size, the default if no other model is named."""
+    """Add a critic of the actor's size, because flags start it from the actor by default."""
     model.critic = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3), value_head=True)
     for add in _functions("add", args, text):
         add(model.critic, tower.architecture, text, args.model)

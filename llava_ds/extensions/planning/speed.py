@@ -10,11 +10,11 @@ A step is the sum of
     CPU, PCIe   the optimizer's time on a CPU, and time of copies to and from it beyond compute
     bubble      idle time of a pipeline stage at the beginning and end of a step
 
-for the rank with the average load. Not counted: waiting for data, evals, saves, the first steps, Python's own time
-(micro-batches of a few hundred tokens), latency of collectives (small layers on hundreds of ranks), ranks that wait
-for a slower one.
+for the rank with the average load. Not counted: waiting for data or for slower ranks, evals, saves, the first steps,
+Python overhead (it matters for micro-batches of a few hundred tokens), and latency of collectives (it matters for small
+layers on hundreds of ranks).
 
-The constants below are assumptions, each with its source; those that differ most between machines are flags.
+The constants below are assumptions with sources. Flags set the constants that differ most between machines.
 """
 
 import math
@@ -28,23 +28,23 @@ from llava_ds.runtime.gpus import Gpu
 
 TERA, GIGA = 1e12, 1e9
 MATMUL_SHARE = 0.8  # share of the peak for the fastest shape, if the GPU table has no measurement
-# A layer's products relative to the fastest shape, clocks at the power limit: the only constant chosen with the public
-# figures of docs/speed.md in view. Inside a training step of an 8B, an H200 reached 47 % outside attention; its fastest
-# product reaches 80 % (Bekman, Machine Learning Engineering).
+# Speed of a layer's matrix products at the power limit, relative to the fastest shape. It is the only constant tuned to
+# the public figures in docs/speed.md. Inside a training step of an 8B, an H200 reached 47 % outside attention; its
+# fastest product reaches 80 % (Bekman, Machine Learning Engineering).
 LAYER_SHARE = 0.9
-# Forward and backward together, causal, heads of 128: FlashAttention-2 reaches about 60 % of an A100's peak and 35 % of
-# an H100's, version 3 about 55 % of the latter (arXiv 2307.08691 and 2407.08608, figures).
+# Causal forward and backward with heads of 128: FlashAttention-2 reaches about 60 % of an A100's peak and 35 % of an
+# H100's, FlashAttention-3 about 55 % of an H100's (arXiv 2307.08691 and 2407.08608, figures).
 ATTENTION_SHARE = 0.45
 ATTENTION_BACKWARD = 2.5  # five products instead of forward's two
 MEMORY_SHARE = 0.8  # share of the data sheet's bandwidth, for large element-wise kernels
 LINK_SHARE = 0.75  # share of NVLink's and network's bandwidth, for large collectives (nccl-tests' bus bandwidth)
-PCIE_COLLECTIVE_SHARE = 0.4  # share of PCIe's, when ranks send through the CPU's memory
+PCIE_COLLECTIVE_SHARE = 0.4  # share of PCIe's bandwidth if ranks send through the CPU's memory
 PCIE_SHARE = 0.75  # share of PCIe's bandwidth, for copies from pinned memory
 CPU_ADAM_S = 0.25e-9  # per parameter, on all cores of a node (ZeRO-Offload, arXiv 2101.06840, table of Adam's latency)
-# Values that a layer's forward reads and writes, per token and unit of width, besides products and attention: counted
-# kernel by kernel in transformers' modeling_llama and Liger's fused kernels. Backward moves twice as many.
+# Values that a layer's forward reads and writes outside products and attention, per token and unit of width. Counted by
+# kernel in transformers' modeling_llama and in Liger. Backward moves twice as many.
 LAYER_NUMBERS, FUSED_LAYER_NUMBERS = 75, 22
-LORA = 1.75  # factor with adapters: memory limits their thin products
+LORA = 1.75  # factor on these values with LoRA, whose thin products are limited by memory bandwidth
 LOGIT_BYTES = 36  # read and written per logit: stored, cast, softmax, gradient, cast, multiplied twice
 NETWORK_GBIT = 100.0  # per node, if the vendor doesn't publish it
 OVERLAP = 0.8  # share of compute that can hide traffic: collectives use some multiprocessors and bandwidth
@@ -54,8 +54,8 @@ OVERLAP = 0.8  # share of compute that can hide traffic: collectives use some mu
 class Machine:
     """GPUs, and the assumptions that flags change.
 
-    matmul_share: share of the peak that products reach; network_gbit: of all cards of a node; overlap: share of compute
-    that can hide traffic; tf32: True if fp32 products may use it.
+    matmul_share: share of the peak that products reach. network_gbit: of all network cards of a node. overlap: share of
+    compute that can hide traffic. tf32: True if fp32 products may use TF32.
     """
 
     gpu: Gpu
@@ -68,12 +68,12 @@ class Machine:
     def of(
         cls, gpu: Gpu, matmul_share: float | None, network_gbit: float | None, overlap: float, tf32: bool
     ) -> "Machine":
-        """Fill in the GPU table's values for None."""
+        """Build a machine, with the GPU table's values for arguments that are None."""
         share = matmul_share or LAYER_SHARE * (gpu.matmul or MATMUL_SHARE)
         return cls(gpu, share, network_gbit or gpu.network or NETWORK_GBIT, overlap, tf32)
 
     def peak(self, weight_bytes: int) -> float:
-        """Return the FLOP/s in a precision."""
+        """Return the peak FLOP/s for weights of this many bytes."""
         if weight_bytes == 2:
             return self.gpu.half * TERA
         return (self.gpu.tf32 if self.tf32 and self.gpu.tf32 else self.gpu.fp32) * TERA
@@ -93,9 +93,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Load:
-    """A rank's average work in an optimizer step. tokens, supervised and tiles: per micro-batch, without padding;
-    sample_tokens: length of a sample; useful: tokens divided by computed tokens (below 1 with padding); fused_layers:
-    True if norms, positions and activations are Liger's kernels.
+    """A rank's average work in an optimizer step. tokens, supervised, tiles: per micro-batch, without padding.
+    sample_tokens: length of a sample. useful: share of computed tokens that aren't padding. fused_layers: True if
+    norms, positions and activations use Liger's kernels.
     """
 
     micro_steps: int
@@ -109,7 +109,7 @@ class Load:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step by cause, and its work. traffic_s and pcie_s: only the part not hidden by
+    """Seconds of an optimizer step by cause, and its work. traffic_s and pcie_s count only time not hidden by
     compute."""
 
     compute_s: float
@@ -132,7 +132,7 @@ class StepTime:
 
 
 def step_time(run: Run, placement: ZeroPlacement, load: Load, machine: Machine) -> StepTime | None:
-    """Estimate a step of the run with this stage and offload; None for NVMe: its speed depends on the disk."""
+    """Estimate a step of the run with this stage and offload; None for NVMe, whose speed depends on the disk."""
     if "nvme" in (placement.optimizer, placement.param):
         return None
     if run.shape.stages:
@@ -149,7 +149,7 @@ def step_time(run: Run, placement: ZeroPlacement, load: Load, machine: Machine) 
     exposed_s, pcie_s = _exposed(sent, sum(forward), sum(backward), load, machine, setup)
     updated_s, cpu_s = _optimizer_s(shape, placement, setup, machine)
     pairs = load.tokens * (load.sample_tokens + 1) / 2
-    # Per micro-batch. Ranks that share matrices repeat each other's work in tower and output layer.
+    # Per micro-batch. Ranks that share matrices all compute the tower and the output layer.
     useful = shape.flops.of(load.tokens, pairs, load.tiles / setup.tp, load.supervised / setup.tp)
     time = StepTime(
         compute_s=forward[0] + backward[0],
@@ -166,8 +166,8 @@ def step_time(run: Run, placement: ZeroPlacement, load: Load, machine: Machine) 
 
 
 def _pipeline_time(run: Run, placement: ZeroPlacement, load: Load, machine: Machine) -> StepTime:
-    """Estimate the step of a pipeline: its slowest stage sets the pace, and waits for one micro-batch per other stage
-    (arXiv 2104.04473, 2.2.1). Traffic between stages is not hidden.
+    """Estimate the step of a pipeline. Its slowest stage sets the pace, and idles for one micro-batch per other stage
+    (arXiv 2104.04473, 2.2.1). Traffic between stages is not hidden by compute.
     """
     setup, layers = run.setup, run.shape.text.num_layers
     times = []
@@ -190,7 +190,7 @@ def _pipeline_time(run: Run, placement: ZeroPlacement, load: Load, machine: Mach
 
 
 def _passes(run: Run, load: Load, machine: Machine) -> list[tuple[float, float]]:
-    """Return FLOPs at the peak and bytes of a micro-batch's forward and backward, with padding and recomputation."""
+    """Return, for forward and backward of a micro-batch, FLOPs scaled to the peak, and bytes. Includes padding."""
     shape, text, tower, w = run.shape, run.shape.text, run.shape.tower, run.setup.weight_bytes
     flops, tokens = shape.flops, load.tokens / load.useful
     pairs, supervised = tokens * (load.sample_tokens / load.useful + 1) / 2, load.supervised / load.useful
@@ -200,7 +200,7 @@ def _passes(run: Run, load: Load, machine: Machine) -> list[tuple[float, float]]
     others = load.tiles * in_tower + supervised * flops.per_target
     rest = tokens * (flops.per_token - flops.forward_per_token) + load.tiles * (flops.per_tile - in_tower)
     numbers = FUSED_LAYER_NUMBERS if load.fused_layers else LAYER_NUMBERS
-    unpacked = sum(shape.packed) * (shape.packed_bits / 8 + w)  # weights of --bits, before each product
+    unpacked = sum(shape.packed) * (shape.packed_bits / 8 + w)  # bytes to dequantize weights
     moved = w * numbers * tokens * text.num_layers * text.hidden * (LORA if text.adapter_rank else 1)
     in_towers = w * numbers * load.tiles * tower.num_positions * tower.num_layers * tower.hidden
     trains, again = flops.per_pair > flops.forward_per_pair, run.batch.num_recomputed / text.num_layers
@@ -234,5 +234,5 @@ def _optimizer_s(shape: ModelShape, placement: ZeroPlacement, setup: Setup, mach
     if placement.optimizer == "cpu":
         return 0.0, CPU_ADAM_S * shape.num_trained / math.ceil(setup.num_gpus / setup.gpus_per_node)
     owned = shape.trained_of_rank / (1 if placement.stage == 0 else setup.ranks)
-    # Gradients: flattened, cast, normed, unscaled and clipped (26); weights, gradients and moments; weights cast back.
+    # Bytes moved: gradients flattened, cast, normed, unscaled and clipped (26); the AdamW update; weights cast back.
     return owned * (26 + 12 + 8 * setup.moments) / machine.memory_bandwidth, 0.0

@@ -1,4 +1,4 @@
-"""Report the speed estimate: a table of all stages, the bottleneck of the run's own, and possible improvements."""
+"""Report estimated speed: a table of all ZeRO stages, the run's bottleneck, and possible improvements."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ ROWS = {
 
 @dataclass(frozen=True)
 class SpeedRun:
-    """A run, its ranks' work and the machine; gpu_memory: bytes, None to also propose runs that may not fit."""
+    """A run, the work of its ranks, and the machine. gpu_memory: bytes; None proposes runs even if they may not fit."""
 
     run: Run
     load: Load
@@ -47,7 +47,7 @@ class SpeedRun:
         return step_time(self.run, self.run.placement, self.load, self.machine)
 
     def columns(self) -> dict[str, "SpeedRun"]:
-        """Return this run in every column of the table."""
+        """Return this run with the placement of every column of the table."""
         return {name: dataclasses.replace(self, run=other) for name, other in columns(self.run).items()}
 
     @property
@@ -66,7 +66,7 @@ def load_of(run: Run, args: Arguments, supervised: float, sample_tokens: float, 
     samples = training.per_device_train_batch_size * training.gradient_accumulation_steps
     micro_steps = training.gradient_accumulation_steps
     if training.tokens_per_micro_batch is not None:
-        # As few packs of similar size as the bound allows, like the packer.
+        # Like the packer, assume as few packs of similar size as the token limit allows.
         micro_steps = -int(-samples * sample_tokens // (run.batch.num_tokens * run.setup.sp))
     per_micro_step = samples / micro_steps / run.setup.sp  # per rank
     tokens = per_micro_step * sample_tokens
@@ -82,7 +82,7 @@ def load_of(run: Run, args: Arguments, supervised: float, sample_tokens: float, 
 
 
 def speed_table(speed: SpeedRun) -> list[str]:
-    """Tabulate every stage and offload; the run's own column is marked."""
+    """Tabulate the step time of every stage and offload. The run's own column is marked."""
     cells = [each.time() for each in speed.columns().values()]
     unit, times_per_s = ("s", 1) if max(time.total_s for time in cells if time is not None) >= 1 else ("ms", 1000)
     rows = [(f"{unit} of a step", headings(speed.run))]
@@ -122,7 +122,7 @@ def bounds(speed: SpeedRun, time: StepTime) -> dict[str, float]:
 
 
 def improvements(speed: SpeedRun) -> list[tuple[float, str]]:
-    """Return changes, one at a time, that fit in memory and gain tokens/s, the largest gain first."""
+    """Return single changes that fit in memory and increase tokens/s, the largest gain first."""
     before = speed.time().tokens_per_s
     found = []
     for words, other in _changes(speed):
@@ -190,7 +190,7 @@ def assumptions(speed: SpeedRun) -> list[str]:
 
 
 def speed_json(speed: SpeedRun) -> dict[str, object]:
-    """Return the same figures as JSON values, in seconds and bytes; null if not estimated."""
+    """Return the report's figures as JSON values, in seconds and bytes; null if not estimated."""
     times, own = {name: each.time() for name, each in speed.columns().items()}, speed.time()
     return {
         "gpu": dataclasses.asdict(speed.machine.gpu),

@@ -1,4 +1,4 @@
-"""The sizes of a vision tower and its connector that memory depends on."""
+"""Sizes of a vision tower and its connector that determine memory."""
 
 import math
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from llava_ds.model.vision import TowerPlan
 class TowerShape:
     """Widths and layers of the vision tower, features per tile, and a tile's side in pixels.
 
-    num_patches: projector features per tile, each from `shuffled` tower positions; class_tokens: additional positions;
-    num_parameters: the tower's only; trained: the stage trains it. saved, saved_fp32: values that a trained layer saves
-    per position for backward, in the weights' precision and in fp32, on average; connector: values that the projector
-    saves per feature in addition to the tower's output.
+    num_patches: projector features per tile, each from `shuffled` tower positions. class_tokens: additional positions.
+    num_parameters: of the tower only. trained: True if the training stage trains the tower. saved, saved_fp32: average
+    values that a trained layer saves per position for backward, in the weights' precision and in fp32. connector:
+    values that the projector saves per feature in addition to the tower's output.
     """
 
     hidden: int
@@ -42,7 +42,7 @@ class TowerShape:
 
 
 def tower_shape(model: LlavaModel, tower: TowerPlan, args: Arguments) -> TowerShape:
-    """Read the sizes off a model on the meta device."""
+    """Determine the sizes from a model on the meta device."""
     each = [_saved_by(layer) for layer in repeated_layers(model.vision_tower.tower)]  # includes a second tower
     saved, saved_fp32 = (math.ceil(sum(numbers) / tower.num_layers) for numbers in zip(*each))
     linears = [layer for layer in model.projector.modules() if isinstance(layer, nn.Linear)]
@@ -67,11 +67,11 @@ def tower_shape(model: LlavaModel, tower: TowerPlan, args: Arguments) -> TowerSh
 def _saved_by(layer: nn.Module) -> tuple[int, int]:
     """Return the number of values that a layer saves per position for backward: in the weights' precision, and in fp32.
 
-    LayerNorm: input and output. Norm without means: input in fp32, normalised, and times its weight. Attention: query,
-    key, value and output; a fused matrix for the first three also saves query and key before rotation. Output scale:
-    its input. MLP: the tensors between its matrices: before and after the activation, a quick GELU's sigmoid, and a
-    gate's other factor and product. Gemma's norms, including the head norms, multiply in fp32; matrices with bounds
-    save their inputs and outputs twice.
+    LayerNorm: input and output. RMSNorm: input in fp32, normalised input, and its product with the weight. Attention:
+    query, key, value and output; a fused matrix for the first three also saves query and key before rotation. Output
+    scale: its input. MLP: tensors before and after the activation, quick GELU's sigmoid, and the other factor and the
+    product of a gate. Gemma's norms, including the head norms, multiply in fp32; matrices with bounds save their inputs
+    and outputs twice.
     """
     modules = dict(layer.named_modules())
     linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
@@ -93,4 +93,4 @@ def _saved_by(layer: nn.Module) -> tuple[int, int]:
     numbers -= hidden * other_norms
     if any(hasattr(module, "input_max") for module in modules.values()):
         numbers += 11 * hidden + 3 * intermediate
-    return numbers, hidden * (2 * other_norms + 5)  # query and key twice; values once, because their norm has no weight
+    return numbers, hidden * (2 * other_norms + 5)  # query and key norms save twice, value norms once without a weight

@@ -15,7 +15,7 @@ at the last micro-batch of a step, 2 and 3 at every one.
 
 Stage 3 gathers all weights above stage3_param_persistence_threshold in forward. In backward it gathers again those that
 gradients flow through, except the last ones of forward, kept by stage3_max_reuse_distance. The embedding and a frozen
-output layer are not gathered again: the output layer's gradients are computed with the loss. Checkpointed layers are
+output layer are not gathered again: the loss also computes the output layer's gradients. Checkpointed layers are
 recomputed with the weights that backward needs anyway. tests/distributed/test_traffic.py counts this on real ranks.
 
 To the CPU, over PCIe: with offload_optimizer, a rank's wT/N of gradients at every micro-batch (and back, to add the
@@ -34,8 +34,8 @@ from llava_ds.extensions.planning.shapes import UNEVEN, ModelShape, TextShape
 class Traffic:
     """Bytes that a rank sends in an optimizer step: to other ranks in forward, in backward and after it, and over PCIe.
 
-    backward_micro_steps: number of micro-batches that send in backward; can_overlap: True if DeepSpeed computes
-    meanwhile; exchanged: inside layers, between ranks that share samples; layers wait for it.
+    backward_micro_steps: number of micro-batches that send in backward. can_overlap: True if DeepSpeed computes while
+    sending. exchanged: bytes sent inside layers to ranks that share samples; layers wait for this traffic.
     """
 
     forward: float
@@ -56,10 +56,10 @@ class Traffic:
 def exchange_traffic(text: TextShape, setup: Setup, tokens: float, recomputed: int) -> float:
     """Return the bytes that a rank sends to ranks that share its samples, in one micro-batch.
 
-    tokens: the rank's; recomputed: checkpointed layers; their forward runs twice. Sequence parallelism sends as much in
-    backward as in forward. Tensor parallelism sums a layer's T D elements twice in forward and five times in backward,
-    once per matrix (module_inject/layers.py). Expert parallelism sends tokens to their experts' ranks and results back,
-    in forward and backward, including rows left empty by an uneven load.
+    tokens: of the rank. recomputed: number of checkpointed layers, whose forward runs twice. Sequence parallelism sends
+    as much in backward as in forward. Tensor parallelism sums a layer's T D elements twice in forward and five times in
+    backward, once per matrix (module_inject/layers.py). Expert parallelism sends tokens to their experts' ranks and
+    results back, in forward and backward, including rows left empty by an uneven load.
     """
     sent = (setup.sp - 1) / setup.sp * sum(exchanged_bytes(text, tokens, setup.weight_bytes))
     added = 2 * (setup.tp - 1) / setup.tp * tokens * text.hidden * setup.weight_bytes
@@ -91,12 +91,12 @@ def gathered_bytes(shape: ModelShape, setup: Setup) -> tuple[float, float]:
     packed = sum(shape.packed) * shape.packed_bits / 8
     elements = large + packed / w
     again = max(0.0, elements - _gathered_once(shape))
-    kept = min(again, zero.max_reuse_distance / 2)  # forward's last weights are the first that backward needs
+    kept = min(again, zero.max_reuse_distance / 2)  # backward starts with the weights that forward used last
     return w * elements, w * (again - kept)
 
 
 def _gathered_once(shape: ModelShape) -> int:
-    """Count elements that backward doesn't need: a frozen tower, the embedding, a frozen output layer."""
+    """Count weights that backward doesn't gather again: a frozen tower, the embedding, a frozen output layer."""
     if shape.text is None or shape.tower is None:
         return 0
     text, tower = shape.text, shape.tower
@@ -106,7 +106,7 @@ def _gathered_once(shape: ModelShape) -> int:
 
 
 def _pcie_bytes(shape: ModelShape, placement: ZeroPlacement, setup: Setup, micro_steps: int) -> tuple[float, float]:
-    """Return a rank's bytes to and from its CPU, during the micro-batches and after the last."""
+    """Return the bytes between a rank and its CPU: during micro-batches, and after the last one."""
     w, ranks = setup.weight_bytes, setup.ranks
     owned = shape.trained_of_rank / ranks
     during = after = 0.0

@@ -1,1 +1,1 @@
-"""The check of plugins before training, and parts that plugins are built from."""
+"""Check plugins before training, and provide base classes to build plugins from."""

@@ -1,5 +1,5 @@
 # T tokens of a pack, L tokens of a sample, K keys over all segments
-"""A rule of attention by marks on tokens, for plugins."""
+"""Restrict attention by marks on tokens: a base class for plugins."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ Sees = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class AttentionRule(SessionPart):
     """Restrict attention: a token sees itself, and those earlier tokens of its sample that sees() allows.
 
-    A subclass implements marks() and sees(). Consecutive tokens that see the same earlier tokens become one segment,
-    with its keys gathered, so every attention kernel can compute the rule. Waits for the device once per micro-batch.
+    A subclass implements marks() and sees(). Consecutive tokens that see the same earlier tokens become one segment
+    with gathered keys, so that every attention kernel can compute it. This syncs with the device once per micro-batch.
     Raises ConfigError for models and meshes on which attention can't be restricted this way.
     """
 
@@ -39,7 +39,7 @@ class AttentionRule(SessionPart):
         raise NotImplementedError
 
     def built(self, model: LlavaModel) -> None:
-        """Bound the model's attention."""
+        """Restrict the model's attention to these segments."""
         plain = model.begin
 
         def begin(batch: Batch) -> tuple[torch.Tensor, dict[str, object]]:
@@ -49,12 +49,12 @@ class AttentionRule(SessionPart):
         model.begin = begin
 
     def _bounds(self, batch: Batch, options: dict[str, object]) -> dict[str, object]:
-        """Return the layers' arguments that replace those of the pack. options: the arguments so far."""
+        """Return arguments that replace some of the layers' arguments for this pack. options: the current arguments."""
         marks, starts = self.marks(batch), options.get("cu_seqlens", batch.cu_seqlens)
         if marks.shape != batch.input_ids.shape[1:] or marks.is_floating_point():
             raise returned(self.marks, marks, f"a mark of every token, int64 ({batch.input_ids.shape[1]},)")
         marks = marks.cpu()
-        if (places := options.get("places")) is not None:  # a token that is gone has its predecessor's place
+        if (places := options.get("places")) is not None:  # a dropped token has the place of its predecessor
             marks = marks[places.cpu().diff(prepend=torch.tensor([-1])) > 0]
         seen = self.sees(marks[1:], marks[:-1])
         if seen.dtype != torch.bool or seen.shape != marks[1:].shape:
@@ -72,10 +72,10 @@ class AttentionRule(SessionPart):
 
 
 class Segments(NamedTuple):
-    """Tokens in a row that see the same earlier tokens, and each other causally.
+    """Runs of consecutive tokens that see the same earlier tokens, and each other causally.
 
-    queries: the tokens of each segment; keys: those and the earlier ones that they see; positions (K,) int64: the keys'
-    positions in T, segment after segment.
+    queries: number of tokens per segment. keys: number of keys per segment: its tokens and the earlier tokens that they
+    see. positions (K,) int64: positions of all keys in the pack, segment after segment.
     """
 
     queries: list[int]
@@ -93,7 +93,7 @@ def segments_of(marks: torch.Tensor, starts: Sequence[int], sees: Sees) -> Segme
         for first, last in itertools.pairwise([*firsts, end - start]):
             earlier = start + sees(own[first], own[:first]).nonzero()[:, 0]
             new = torch.arange(start + first, start + last)
-            if first and torch.equal(earlier, seen[-1]):  # continues the last segment
+            if first and torch.equal(earlier, seen[-1]):  # this run continues the last segment
                 queries[-1] += last - first
                 seen[-1] = torch.cat([earlier, new])
             else:

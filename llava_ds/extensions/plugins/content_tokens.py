@@ -1,5 +1,5 @@
 # T tokens of a pack, M image positions, D language-model width
-"""Numbers of tokens per image that depend on its content, for plugins."""
+"""Drop image tokens depending on an image's content: a base class for plugins."""
 
 from typing import ClassVar
 
@@ -17,12 +17,12 @@ LAYOUT = ("places", "position_ids", "cu_seqlens", "max_seqlen")
 
 
 class ContentTokens(SessionPart):
-    """Let content decide how many tokens an image has.
+    """Choose the number of tokens per image by its content.
 
-    A subclass has choose(). The pack is laid out with all features of every image; after tower and projector, image
-    tokens that choose() leaves out are gone, and later tokens move up, as if the image had fewer features. Heads,
-    limits and counts of tokens know the first layout only. Waits for the device once in a micro-batch. Raises
-    ConfigError for models and meshes whose layers take more than embeddings and positions.
+    A subclass implements choose(). Packs have room for all features of every image. After tower and projector, image
+    tokens that choose() drops are removed, and later tokens move up. Heads, token limits and counts use the full
+    layout. Syncs once per micro-batch. Raises ConfigError for models and meshes whose layers take more than embeddings
+    and positions.
     """
 
     differs: ClassVar = "transformers' class keeps all tokens of an image"
@@ -34,12 +34,12 @@ class ContentTokens(SessionPart):
     def choose(self, model: LlavaModel, batch: Batch, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the embeddings (1, T, D), changed or not, and a mask of the tokens to keep, (T,) bool.
 
-        Only image tokens may be dropped, not an image's first. Called once in every forward pass, also without images.
+        Only image tokens may be dropped, not the first of an image. Called in every forward pass, also without images.
         """
         raise NotImplementedError
 
     def built(self, model: LlavaModel) -> None:
-        """Leave out tokens before the language model."""
+        """Make the model drop tokens before its language model."""
         plain = model.begin
 
         def begin(batch: Batch) -> tuple[torch.Tensor, dict[str, object]]:
@@ -56,7 +56,7 @@ class ContentTokens(SessionPart):
                 raise returned(self.choose, found, expected)
             embeds, stays = found
             may_go = torch.zeros_like(stays).index_fill(0, batch.placing.positions, True)
-            may_go &= may_go.roll(1).index_fill(0, batch.cu_seqlens[:-1].long(), False)  # not an image's first token
+            may_go &= may_go.roll(1).index_fill(0, batch.cu_seqlens[:-1].long(), False)  # keep an image's first token
             if not bool((stays | may_go).all()):
                 raise returned(self.choose, stays, "True for tokens of texts and for an image's first token")
             fewer = layout_without(batch, stays)
@@ -66,9 +66,9 @@ class ContentTokens(SessionPart):
 
 
 def layout_without(batch: Batch, stays: torch.Tensor) -> dict[str, object]:
-    """Return the layers' arguments for a batch whose other image tokens are gone. stays (T,) bool.
+    """Return the layers' arguments after dropping tokens. stays (T,) bool: False for dropped tokens.
 
-    places (T,): of every token among those that stay; a token that is gone has the place of the last one before it.
+    places (T,): index of each token among the remaining ones; a dropped token has that of the last one before it.
     """
     places = stays.cumsum(0) - 1  # (T,)
     cu_seqlens = F.pad(places.index_select(0, batch.cu_seqlens[1:].long() - 1) + 1, (1, 0))

@@ -1,4 +1,4 @@
-"""The check of plugins before training: --check_plugin."""
+"""Register --check_plugin, the check of plugins before training."""
 
 from llava_ds.extensions.base import Extension
 from llava_ds.extensions.plugins.proof import prove

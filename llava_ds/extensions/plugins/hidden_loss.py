@@ -1,5 +1,5 @@
 # T tokens of a pack, n positions of the loss, n0 positions of the objective's own head, D language-model width
-"""An additional loss on the language model's hidden states, added to the objective's loss. For extensions."""
+"""Add a loss on the language model's hidden states to the objective's loss. For extensions and plugins."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.model.heads import Head
 from llava_ds.train.objectives.objective import MicroLoss, Wrapped
 
-COUNTED = "plugins.counted"  # in Batch.extra, (samples,) bool: the samples that count in a check; absent: all
+COUNTED = "plugins.counted"  # key in Batch.extra, (samples,) bool: samples that a check counts; default: all
 Values = Callable[[nn.Module, torch.Tensor, Batch], torch.Tensor]
 
 
@@ -23,11 +23,11 @@ Values = Callable[[nn.Module, torch.Tensor, Batch], torch.Tensor]
 class HiddenLoss(Wrapped):
     """Adds a loss on the last hidden states at some positions, and logs its mean as `name`.
 
-    at: returns the positions of a batch, (n,) in T, int64; values: returns the loss at each, (n,), from the model, the
-    hidden states (n, D) there and the batch; it is called once in every forward pass, also for no positions, and runs
-    modules of the model equally often on every rank. A sample counts as its mean over its positions times its number
-    of supervised tokens: so the step's loss grows by weight times the mean, and does not depend on how samples are
-    packed. The warm-up does not try its memory. Raises ConfigError for other shapes and types.
+    at: returns positions in a batch, (n,) int64. values: returns the losses (n,) from the model, the hidden states (n,
+    D) at these positions, and the batch. It is called in every forward pass, also without positions, and has to run
+    modules of the model equally often on every rank. A sample's loss is its mean over positions times its number of
+    supervised tokens, so the step's loss grows by weight times the mean and does not depend on packing. The memory
+    warm-up does not include this loss. Raises ConfigError if at or values return other shapes or types.
     """
 
     name: str
@@ -78,7 +78,7 @@ class _Beside:
         return torch.cat([self.head.positions(batch), at])
 
     def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> tuple[Any, torch.Tensor]:
-        """Return both results. hidden: (n0 + n, D)."""
+        """Return the objective's result, and the summed loss. hidden: (n0 + n, D)."""
         at = self.at(batch)
         own = len(hidden) - len(at)
         result, values = self.head(model, hidden[:own], batch), self.values(model, hidden[own:], batch)

@@ -1,9 +1,9 @@
 # T tokens of a pack, N tiles of its images, S supervised positions, D language-model width
-"""Proof that no sample's loss depends on other samples of its pack.
+"""Check that no sample's loss depends on other samples of its pack.
 
-Only one sample counts: other targets weigh nothing, and a HiddenLoss multiplies by 0. Then gradients at the others'
-embeddings and image features have to be exactly zero, and the numbers have to stay equal when these are changed: a
-gradient does not see a detached mean.
+All targets outside one sample get weight 0, also in a HiddenLoss. Gradients at other samples' embeddings and image
+features then have to be exactly zero. Changing these inputs must not change the loss: this finds dependences without a
+gradient, such as a detached mean.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ class Owners:
 
     @classmethod
     def of(cls, pack: Batch, alone: Sequence[Batch]) -> "Owners | None":
-        """Compare a pack with its samples alone; None if it does not have them end to end."""
+        """Find the samples in a pack; None if they aren't laid end to end. alone: a batch per sample."""
         shown = [each.pixel_values[: len(each.pixel_values) * bool(len(each.placing.positions))] for each in alone]
         blank = not len(pack.placing.positions)
         if not torch.equal(pack.input_ids, torch.cat([each.input_ids for each in alone], 1)):
@@ -53,7 +53,7 @@ class Owners:
         )
 
     def split(self, gradients: Gradients) -> dict[str, torch.Tensor]:
-        """Return the gradients at each sample's inputs, by name_of()."""
+        """Return the gradients at each sample's inputs, keyed by name_of()."""
         owners = {EMBEDDINGS: self.tokens, FEATURES: self.tiles}
         return {
             name_of(name, index): gradient[owners[name] == index]
@@ -69,9 +69,9 @@ def name_of(inputs: str, index: int) -> str:
 
 @dataclass(frozen=True)
 class Isolation:
-    """A pack whose samples are tried one after the other.
+    """A pack whose samples are checked one after the other.
 
-    run: a forward and backward pass, returns the loss and other numbers, and gradients; values: returns the numbers.
+    run: runs forward and backward; returns the loss and other numbers, and gradients. values: returns the numbers.
     """
 
     model: LlavaModel
@@ -83,9 +83,9 @@ class Isolation:
     def leak(self, alone: Sequence[Numbers], tolerance: float) -> str | None:
         """Describe a sample's number or gradient that depends on other samples, or None.
 
-        alone: the numbers of each sample in a pack of its own; tolerance: relative.
+        alone: the numbers of each sample when it is alone in a pack. tolerance: relative.
         """
-        none, plain = self.run(self._counting(-1))  # what plugins' objectives compute although no target has a weight
+        none, plain = self.run(self._counting(-1))  # a plugin's loss may ignore the weights
         for index, own in enumerate(alone):
             batch = self._counting(index)
             found, gradients = self.run(batch)
@@ -104,14 +104,14 @@ class Isolation:
         return None
 
     def _counting(self, index: int) -> Batch:
-        """Return the pack in which one sample counts; -1: none."""
+        """Return the pack with weight only on sample `index`; -1: on no sample."""
         counted = self.owners.sequences == index  # (samples,)
         kept = counted.index_select(0, self.pack.target_samples).float()  # (S,)
         weights = kept if self.pack.target_weights is None else kept * self.pack.target_weights
         return replace(self.pack.with_extra(**{COUNTED: counted}), target_weights=weights)
 
     def _reached(self, index: int, gradients: Gradients, plain: Gradients) -> str | None:
-        """Name another sample's inputs where a gradient differs from `plain`, with which no sample counts."""
+        """Name another sample's inputs whose gradient differs from `plain` (no sample has weight); None if equal."""
         for name, owners in ((EMBEDDINGS, self.owners.tokens), (FEATURES, self.owners.tiles)):
             if name not in gradients:
                 continue
@@ -123,7 +123,7 @@ class Isolation:
         return None
 
     def _changed(self, batch: Batch, index: int) -> Numbers:
-        """Compute the numbers of a batch with other embeddings and images of all samples except one."""
+        """Compute the numbers of a batch after changing embeddings and images of all samples but `index`."""
         others = (self.owners.tokens != index)[None, :, None]  # (1, T, 1)
         is_other = (self.owners.tiles != index).view(-1, *[1] * (batch.pixel_values.ndim - 1))
 

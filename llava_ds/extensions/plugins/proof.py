@@ -1,7 +1,7 @@
-"""Proof of plugins before the first step, on a few samples, with gradients that never reach the optimizer.
+"""Check plugins on a few samples before the first step, with gradients that never reach the optimizer.
 
-It finds losses and gradients that depend on packing, parameters that no loss reaches, modules that a save and a load
-change, and logits that the exported model won't reproduce. No number of the run changes.
+The check finds losses and gradients that depend on packing, parameters without a gradient, modules that change when
+saved and loaded, and logits that the exported model won't reproduce. It changes no results of the run.
 """
 
 import itertools
@@ -35,8 +35,8 @@ from llava_ds.tracking.series import COLUMNS
 from llava_ds.train.objectives.objective import SFT, MicroLoss, Objective, Wrapped
 from llava_ds.train.plan import Plan
 
-TRIED, SEEN = 3, 256  # samples that are tried, and of each kind those that they are chosen from
-# Largest relative difference by the dtype of the computation; rounding depends on the layout of a pack.
+TRIED, SEEN = 3, 256  # number of samples to try, and of samples of each kind to choose them from
+# Largest relative difference by compute dtype, because rounding depends on the layout of a pack.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 FOR_GRADIENTS = 5  # factor on TOLERANCE
 LEAVE_OUT = "or give --check_plugin False to train without this check"
@@ -45,7 +45,7 @@ NO_OTHERS = "a sample's part must not depend on the others (Batch.cu_seqlens has
 
 
 def prove(plan: Plan, runner: Runner, objective: Objective, ranks: Ranks, mesh: Mesh) -> list[str]:
-    """Try the plugins of a run; returns a line about it. Collective. Raises ConfigError with the slot at fault."""
+    """Try the plugins of a run; returns a line. Collective. Raises ConfigError that names the slot at fault."""
     dataset, traits = plan.steps.dataset, plan.args.traits
     if ranks.world_size > mesh.dp or not dataset.is_whole or traits.draws:
         return ["plugins are not checked before training: the samples are not known before, or ranks share them"]
@@ -78,7 +78,7 @@ def prove(plan: Plan, runner: Runner, objective: Objective, ranks: Ranks, mesh: 
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums of a loss and of other numbers over some samples, and gradients: of parameters, and at inputs."""
+    """Loss and other numbers, summed over some samples, and gradients of parameters and at inputs."""
 
     numbers: dict[str, float]
     gradients: dict[str, torch.Tensor]
@@ -87,7 +87,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Trial:
-    """The samples to try: all in one batch, and then each alone."""
+    """The samples to try: first all in one batch, then each alone."""
 
     plan: Plan
     runner: Runner
@@ -118,7 +118,7 @@ class Trial:
         return packed, alone, f"in one pack as in a pack each, and the gradients{isolated}"
 
     def _fails_without_plugins(self, fails: Callable[["Trial"], object]) -> bool:
-        """True for a loss of another extension that mixes samples, such as a balance of experts."""
+        """Return True if the check also fails without plugins: some losses (expert balance) mix samples."""
         plain = SFT(num_sources=self.objective.num_sources, grad_ranks=self.mesh.grad_ranks)
         if type(own_loss := _without_plugins(self.objective, plain)) is SFT:
             return False
@@ -126,10 +126,10 @@ class Trial:
             return bool(fails(replace(self, objective=own_loss))) and not fails(replace(self, objective=plain))
 
     def _leak(self) -> str | None:
-        """Describe a sample's number or gradient that depends on others of its pack, or None."""
+        """Describe a sample's number or gradient that depends on other samples of its pack; None if there is none."""
         pack, *alone = self.batches
         if self.plan.args.training.objective != "sft" or self._owners is None:
-            return None  # other objectives compare answers
+            return None  # other objectives compare answers of several samples
         model = self.runner.engine.module
 
         def run(batch: Batch) -> tuple[dict, dict]:
@@ -142,7 +142,7 @@ class Trial:
 
     @property
     def _tolerance(self) -> float:
-        """Largest relative difference of numbers."""
+        """Largest relative difference at which two numbers count as equal."""
         tolerance = TOLERANCE[self.plan.resolved.compute_dtype]
         return tolerance * (10 if tolerance == 1e-4 and torch.backends.cuda.matmul.allow_tf32 else 1)
 
@@ -165,7 +165,7 @@ class Trial:
         )
 
     def _differ(self) -> tuple[str, float, float] | None:
-        """Compare the pack with its samples alone: see difference()."""
+        """Compare the pack with its samples alone. Returns the result of difference()."""
         return self.difference(*self._layouts())
 
     def _check_finite(self, packed: Sums, alone: Sums) -> None:
@@ -190,8 +190,8 @@ class Trial:
         )
 
     def _again(self) -> Sums:
-        """Compute the pack again, with other random numbers."""
-        torch.manual_seed(1)  # also seeds what follows, but no run does
+        """Compute the pack again with another random seed."""
+        torch.manual_seed(1)  # this seed also affects later code, but a run seeds itself again
         return self._run(self.batches[0])
 
     def difference(self, packed: Sums, alone: Sums) -> tuple[str, float, float] | None:
@@ -201,11 +201,11 @@ class Trial:
             if not abs(value - alone.numbers[name]) <= tolerance * max(abs(value), abs(alone.numbers[name])):
                 return name, value, alone.numbers[name]
         for gradients, others in ((packed.gradients, alone.gradients), (packed.inputs, alone.inputs)):
-            # float16's first loss scale may be too high for some
+            # float16's initial loss scale may be too high for some gradients
             finite = [name for name, each in gradients.items() if math.isfinite(float(each.sum()))]
             wanted = {name: others.get(name, torch.zeros(())) for name in finite}
             norms = {name: norm for name in finite if math.isfinite(norm := float(wanted[name].norm()))}
-            least = max(norms.values(), default=0.0) / 100  # smaller ones are rounding
+            least = max(norms.values(), default=0.0) / 100  # smaller norms may be rounding errors
             for name, norm in norms.items():
                 limit = FOR_GRADIENTS * tolerance * max(norm, least)
                 if not float((gradients[name] - wanted[name].to(gradients[name])).norm()) <= limit:
@@ -233,7 +233,7 @@ class Trial:
             )
 
     def _slot(self, fails: Callable[["Trial"], object]) -> str:
-        """Name the slot at fault: without it, the trial passes this test."""
+        """Return the name of the slot at fault: without it, the trial passes the test."""
         plain = replace(self, objective=_innermost(self.objective))
         if not fails(plain):
             slot = "objective" if isinstance(self.objective, Wrapped) else "part"
@@ -245,12 +245,12 @@ class Trial:
         return _with_slot(self.plan, "wrap", "choices", "module", "part")
 
     def _run(self, batch: Batch) -> Sums:
-        """Run a micro-batch forward and backward; the optimizer sees gradients of zero."""
+        """Run a micro-batch forward and backward, and collect gradients. The optimizer only gets zeros."""
         engine, seen, hooks = self.runner.engine, {}, []
         before = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
 
         def watch(name: str, gradient: torch.Tensor) -> torch.Tensor:
-            if is_own(name) or gradient.ndim < 2:  # and a few small ones
+            if is_own(name) or gradient.ndim < 2:  # plugins' parameters, and a few small ones
                 seen[name] = seen.get(name, 0) + gradient.detach().float()
             return torch.zeros_like(gradient)
 
@@ -274,7 +274,7 @@ class Trial:
 
     @contextmanager
     def _one_pass(self) -> Iterator[None]:
-        """Raise ConfigError for a second forward pass with gradients: ZeRO-3 can't add its gradients."""
+        """Raise ConfigError for a second forward pass with gradients that ZeRO-3 couldn't accumulate."""
         passes = []
 
         def count(*_: object) -> None:
@@ -299,7 +299,7 @@ class Trial:
             return self._numbers(self.objective.forward(engine, batch))
 
     def _numbers(self, micro: MicroLoss) -> dict[str, float]:
-        """Return the loss, and the metrics that add up."""
+        """Return the loss, and those metrics that are sums over samples."""
         metrics = {name: value for name, value in micro.metrics.items() if name not in self.plan.args.traits.metrics}
         return {name: float(value.detach()) for name, value in {"loss": micro.loss_sum, **metrics}.items()}
 
@@ -326,7 +326,7 @@ def _check_micro(objective: Objective, micro: object, device: torch.device) -> N
 
 
 def _check_scales(objective: Objective, window: Window) -> None:
-    """Raise ConfigError if an objective gives no factor for each micro-batch, or no units."""
+    """Raise ConfigError if an objective's scales() or num_units() returns unusable values."""
     counts = torch.tensor(window.counts, dtype=torch.float64, device=window.batches[0].input_ids.device)
     scales, units = objective.scales(window, counts), objective.num_units(counts)
     if not (isinstance(scales, list) and [getattr(each, "shape", None) for each in scales] == [()]):
@@ -337,7 +337,7 @@ def _check_scales(objective: Objective, window: Window) -> None:
 
 @contextmanager
 def _blaming(plan: Plan) -> Iterator[None]:
-    """Name the plugins for an error outside of their code: they returned something that other code can't use."""
+    """If other code fails inside the context, name the plugins, whose results it couldn't use."""
     try:
         with last_returned() as last:
             yield
@@ -362,7 +362,7 @@ def _innermost(objective: Objective) -> Objective:
 
 
 def _without_plugins(objective: Objective, plain: Objective) -> Objective:
-    """Remove what plugins added. plain: the objective, if a plugin replaced it."""
+    """Return the objective without plugins' additions. plain: the objective to use if a plugin replaced it."""
     is_own = isinstance(objective, HiddenLoss) or type(objective).__module__.split(".")[2] in plugins()
     if not isinstance(objective, Wrapped):
         return plain if is_own else objective
@@ -371,7 +371,7 @@ def _without_plugins(objective: Objective, plain: Objective) -> Objective:
 
 
 def _with_slot(plan: Plan, *slots: str) -> str:
-    """Name the plugins that have one of these slots, and the first that they have."""
+    """Name the plugins that fill one of these slots, each with the first slot it fills."""
     found = {name: [slot for slot in slots if getattr(each, slot)] for name, each in plan.active.extensions.items()}
     named = [f"{name}.py: {slots[0]}" for name, slots in found.items() if slots and name in plugins()]
     return " and ".join(named or [f"{name}.py" for name in plugins()])
@@ -379,7 +379,7 @@ def _with_slot(plan: Plan, *slots: str) -> str:
 
 @contextmanager
 def _plain_begin(model: nn.Module) -> Iterator[None]:
-    """Remove a plugin's begin()."""
+    """Run without a plugin's begin() inside the context."""
     own = vars(model).pop("begin", None)
     try:
         yield
@@ -403,7 +403,7 @@ def _same_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off: it differs between a pack and its samples."""
+    """Disable dropout inside the context, because it would differ between a pack and its samples."""
     names = [(each, "p") for each in model.modules() if isinstance(each, nn.Dropout)]
     rate = "attention_dropout"
     names += [(each, rate) for each in model.modules() if isinstance(getattr(each, rate, None), float)]
@@ -416,7 +416,7 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def _different(dataset: EncodedDataset) -> list[int]:
-    """Choose samples, none long, that differ in supervised tokens, tokens and images: equal ones hide a dependence."""
+    """Choose short samples with different tokens, supervised tokens and images: equal ones hide a dependence."""
     seen = [i for images in (True, False) for i in itertools.islice(dataset.positions(images), SEEN)]
     index, chosen = dataset.index, [0]
     longest = 2 * np.median(index.lengths[seen])

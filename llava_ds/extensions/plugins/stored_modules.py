@@ -1,4 +1,4 @@
-"""Plugins' modules and projectors, stored and loaded again, compared with the running ones."""
+"""Store and reload plugins' modules and projectors, and compare their outputs with those in training."""
 
 import tempfile
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ FOR_HALF = 5e-2
 
 
 def is_own(name: str) -> bool:
-    """True for a parameter or buffer of a plugin's module or projector."""
+    """Return True for a parameter or buffer of a plugin's module or projector."""
     return name.startswith((OWN, OWN_PROJECTOR))
 
 
@@ -39,9 +39,9 @@ def slot_of(name: str) -> str:
 
 @dataclass
 class StoredModules:
-    """Copies of modules, loaded from stored tensors, that compute the same inputs. Only rank 0 has them.
+    """Copies of modules, loaded from stored tensors, that get the originals' inputs. Only rank 0 has copies.
 
-    Under ZeRO-3 the copies are whole, so that outputs are also compared between sharded and whole weights.
+    Copies are unsharded, so under ZeRO-3 the check also compares sharded with unsharded weights.
     """
 
     ranks: Ranks
@@ -50,7 +50,7 @@ class StoredModules:
 
     @classmethod
     def of(cls, plan: Plan, model: LlavaModel, ranks: Ranks) -> "StoredModules":
-        """Store and load the modules. Collective. Raises ConfigError for one that can't be."""
+        """Store and load the modules. Collective. Raises ConfigError if a module can't be stored or loaded."""
         builds = {
             OWN + name: partial(build, plan.model.text_config, plan.model.tower, plan.args.model)
             for name, build in active(plan.args.model.own).modules.items()
@@ -75,7 +75,7 @@ class StoredModules:
 
     @property
     def line(self) -> str:
-        """The result, for the log."""
+        """A line with the result, for the log."""
         return f"{len(self.copies)} stored modules load and compute the same"
 
     def __enter__(self) -> "StoredModules":
@@ -90,7 +90,7 @@ class StoredModules:
             hook.remove()
 
     def check(self) -> None:
-        """Raise ConfigError on every rank if a copy gave another output. Collective."""
+        """Raise ConfigError on every rank if a copy's output differed from the original's. Collective."""
 
         def report() -> None:
             if self.problems:

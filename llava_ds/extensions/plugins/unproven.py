@@ -1,4 +1,4 @@
-"""Refusals of features that were not proven with a plugin's own layout of a pack."""
+"""Refuse features that were not tested together with plugins that change the layout of packs."""
 
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.active import plugins
@@ -8,7 +8,7 @@ from llava_ds.train.start import Start
 
 
 def refuse_unproven(what: str, plan: Plan, started: Start) -> None:
-    """Raise ConfigError with every reason against `what`, a part of a plugin, in this run."""
+    """Raise ConfigError with all reasons why this run can't use `what`, a part of a plugin."""
     config, objective = plan.model.text_config, plan.args.training.objective
     kinds, reasons = getattr(config, "layer_types", None), []
     if objective != "sft":

@@ -1,5 +1,5 @@
 # S supervised positions of a micro-batch, A answers, two per pair
-"""Direct preference optimisation: the chosen answer gains probability over the rejected one."""
+"""Direct preference optimisation: make the chosen answer more likely relative to the rejected one."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,17 +14,17 @@ from llava_ds.model.heads import LogProbs, sum_by_sample
 from llava_ds.train.objectives.objective import MicroLoss
 
 LossType = Literal["sigmoid", "hinge", "ipo", "simpo", "cpo", "orpo"]
-ROUNDING = 1e-6  # relative difference of a log-probability in float32 between two ways to compute it
-MEAN_LOSS_TYPES = ("ipo", "simpo", "orpo")  # these use the mean log-probability of an answer's tokens, others the sum
+ROUNDING = 1e-6  # relative float32 error of a log-probability that is computed in two ways
+MEAN_LOSS_TYPES = ("ipo", "simpo", "orpo")  # use the mean log-probability of an answer's tokens instead of the sum
 
 
 @dataclass(frozen=True)
 class PairLoss:
     """The loss of pairs of answers, from their log-probabilities.
 
-    beta: strength of the pull towards the reference model, or ORPO's weight of the log odds; label_smoothing: fraction
-    of pairs that may be mislabelled; rpo_alpha and, for CPO, cpo_alpha: weight of the chosen answer's own loss per
-    token, 1 for ORPO; simpo_gamma: SimPO's margin. Sources: DPO (arXiv 2305.18290), IPO (2310.12036), SLiC's hinge
+    beta: strength of the pull towards the reference model, or ORPO's weight of the log odds. label_smoothing: assumed
+    fraction of mislabelled pairs. rpo_alpha (cpo_alpha for CPO): weight of the chosen answer's cross-entropy per token,
+    which is 1 for ORPO. simpo_gamma: SimPO's margin. Sources: DPO (arXiv 2305.18290), IPO (2310.12036), SLiC's hinge
     (2305.10425), SimPO (2405.14734), cDPO's label smoothing, RPO (2404.19733), CPO (2401.08417), ORPO (2403.07691);
     names and conventions are TRL's.
     """
@@ -38,24 +38,24 @@ class PairLoss:
 
     @property
     def takes_means(self) -> bool:
-        """True if an answer counts by the mean of its tokens' log-probabilities."""
+        """True if the loss uses the mean of an answer's token log-probabilities, False if it uses their sum."""
         return self.loss_type in MEAN_LOSS_TYPES
 
     @property
     def has_reference(self) -> bool:
-        """True if the loss compares with a reference model."""
+        """True if the loss needs log-probabilities under a reference model."""
         return has_reference(self.loss_type)
 
     @property
     def own_weight(self) -> float:
-        """Weight of the chosen answer's own loss per token."""
+        """Weight of the chosen answer's cross-entropy per token."""
         return {"cpo": self.cpo_alpha, "orpo": 1.0}.get(self.loss_type, self.rpo_alpha)
 
     def __call__(self, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return the loss of every pair, (pairs,).
 
-        log_probs, reference (pairs, 2): of the chosen and the rejected answer under both models, summed over tokens;
-        lengths (pairs, 2): supervised tokens.
+        log_probs, reference (pairs, 2): log-probabilities of chosen and rejected answer under the model and the
+        reference model, summed over tokens. lengths (pairs, 2): supervised tokens.
         """
         chosen, rejected = self.rewards(log_probs, reference, lengths).unbind(1)
         margin = chosen - rejected  # beta times the log of the ratio of ratios
@@ -81,7 +81,7 @@ class PairLoss:
 
 
 def has_reference(loss_type: LossType) -> bool:
-    """Return True if the loss compares with a reference model."""
+    """Return True if the loss needs log-probabilities under a reference model."""
     return loss_type in LOSS_TYPES["ref_model_name_or_path"]
 
 
@@ -102,14 +102,14 @@ class DPO(PairObjective):
         """Run the model on both answers of every pair, with one tower pass over their images."""
         rows = engine(batch, LogProbs())  # (S,)
         answers, lengths = map(self.mesh.complete, sum_by_sample(rows, batch))  # (A,) each
-        pairs = len(answers) // 2  # a rank without pairs has one sample, ignored
+        pairs = len(answers) // 2  # 0 on a rank without pairs: it gets one sample to ignore
         log_probs, lengths = answers[: 2 * pairs].view(pairs, 2), lengths[: 2 * pairs].view(pairs, 2)
         reference = batch.extra.get("reference")
         reference = torch.zeros_like(log_probs) if reference is None else reference.view(pairs, 2)
         losses = self.loss(log_probs, reference, lengths)  # (pairs,)
         counted = torch.ones_like(losses).detach()
         if self.mesh.part.size > 1:
-            # All ranks that share a pair log it; a pair that some rank could not decode has no supervised tokens.
+            # All ranks that share a pair log it. A pair that a rank couldn't decode has no supervised tokens.
             is_shown = lengths.amin(1) > 0
             losses, counted = torch.where(is_shown, losses, 0.0), is_shown / self.mesh.part.size
         metrics = self._metrics(log_probs.detach(), reference, lengths)
@@ -119,10 +119,10 @@ class DPO(PairObjective):
     def _metrics(
         self, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Return METRICS of dpo for every pair, (pairs,) each.
+        """Return METRICS["dpo"] for every pair, (pairs,) each.
 
-        A pair whose rewards differ only by rounding counts one half in the accuracy: before the first update the policy
-        is the reference, and all rewards are zero up to rounding.
+        A pair whose rewards differ only by rounding counts one half in the accuracy. Before the first update, this is
+        true of all pairs, because the policy equals the reference model.
         """
         chosen, rejected = self.loss.rewards(log_probs, reference, lengths).unbind(1)
         margins = chosen - rejected

@@ -1,4 +1,4 @@
-"""The preference extension: its objectives, and the reference model's pass before the first step."""
+"""Register preference objectives, and compute reference log-probabilities before the first step."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -23,7 +23,7 @@ from llava_ds.train.start import Start
 
 
 def plan_reference(draft: PlanDraft) -> FrozenPlan | None:
-    """Plan the reference model, if it is not the run's initial model."""
+    """Plan the reference model; None if it is the run's initial model."""
     path = draft.args.own["preference"].ref_model_name_or_path
     if path is None:
         return None
@@ -31,7 +31,7 @@ def plan_reference(draft: PlanDraft) -> FrozenPlan | None:
 
 
 def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Objective:
-    """Return DPO, KTO or Reward, instead of the plain objective."""
+    """Return DPO, KTO or Reward to replace the plain objective."""
     own = plan.args.own["preference"]
     if plan.args.training.objective == "reward":
         loss = RewardLoss(own.center_rewards_coefficient, own.reward_loss)
@@ -44,8 +44,8 @@ def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Objective:
 
 
 class References(SessionPart):
-    """Lets the answers of a pair share their prompt, and adds the reference model's log-probabilities to all data sets;
-    a separate reference model is freed afterwards."""
+    """Lets the answers of a pair share their prompt, and adds reference log-probabilities to all data sets. Then frees
+    a separate reference model."""
 
     def __init__(self, plan: Plan, started: Start) -> None:
         super().__init__(plan, started)

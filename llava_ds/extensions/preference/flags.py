@@ -1,4 +1,4 @@
-"""The flags of preferences."""
+"""Flags of preference objectives and reward models."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _kto, _ = flags_of("preference", goes_with="kto")
 _dpo, _ = flags_of("preference", goes_with="dpo")
 _reward, _ = flags_of("preference", goes_with="reward")
 
-# Values of --loss_type that read a flag; all values read the flags that are not listed.
+# Maps flags to the values of --loss_type that read them. Flags that are not listed apply to every value.
 LOSS_TYPES = {
     "label_smoothing": ("sigmoid", "simpo", "cpo"),
     "rpo_alpha": ("sigmoid", "hinge", "ipo", "simpo"),
@@ -27,7 +27,7 @@ LOSS_TYPES = {
     "ref_model_name_or_path": ("sigmoid", "hinge", "ipo"),
 }
 
-# Metrics besides the loss. dpo: TRL's names; reward: dpo's names where the meaning is the same, else RewardTrainer's.
+# Metrics besides the loss, under TRL's names. reward shares dpo's names for equal meanings, else RewardTrainer's.
 METRICS = {
     "dpo": (
         *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
@@ -97,8 +97,8 @@ class Flags(ExtensionFlags):
     )
 
     def traits(self, objective: str) -> ObjectiveTraits | None:
-        """Return the traits: all train on pairs, kto also on single answers; a reward model scores answers and
-        generates none."""
+        """Return the traits. All objectives train on pairs, kto also on single answers. Reward models don't
+        generate."""
         if objective not in METRICS:
             return None
         scores, needs = (
@@ -125,7 +125,7 @@ class Flags(ExtensionFlags):
         )
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """Yield flags that the chosen loss ignores, and missing requirements."""
+        """Yield a line for every flag that the chosen loss ignores, and for every missing requirement."""
         objective = args.training.objective
         for name, known in LOSS_TYPES.items():
             if name in args.given and objective == "dpo" and self.loss_type not in known:

@@ -1,5 +1,5 @@
 # S supervised positions of a micro-batch, A answers
-"""Kahneman-Tversky optimisation: single answers, each with a label, gain or lose probability."""
+"""Kahneman-Tversky optimisation: make single answers more or less likely according to their labels."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -30,8 +30,8 @@ from llava_ds.train.objectives.objective import MicroLoss
 class AnswerLoss:
     """The loss of single answers, from their log-probabilities.
 
-    beta: strength of the pull towards the reference model; desirable_weight, undesirable_weight: of good and of bad
-    answers. Source: KTO (arXiv 2402.01306); names and conventions are TRL's.
+    beta: strength of the pull towards the reference model. desirable_weight, undesirable_weight: weights of good and
+    bad answers. Source: KTO (arXiv 2402.01306); names and conventions are TRL's.
     """
 
     beta: float = 0.1
@@ -41,8 +41,8 @@ class AnswerLoss:
     def __call__(self, ratios: torch.Tensor, labels: torch.Tensor, kl: torch.Tensor | float) -> torch.Tensor:
         """Return the loss of every answer, (A,).
 
-        ratios (A,): log-probability minus the reference model's; labels (A,): 1 for a good answer, -1 for a bad
-        one; kl: estimated divergence from the reference model.
+        ratios (A,): log-probability minus log-probability under the reference model. labels (A,): 1 for a good answer,
+        -1 for a bad one. kl: estimated KL divergence from the reference model.
         """
         weights = torch.where(labels > 0, self.desirable_weight, self.undesirable_weight)
         return weights * (1 - torch.sigmoid(self.beta * labels * (ratios - kl)))
@@ -50,8 +50,8 @@ class AnswerLoss:
 
 @dataclass(frozen=True)
 class KTO(PairObjective):
-    """Training on labelled answers; see AnswerLoss. Both answers of a pair count one half, so that a step's loss is the
-    mean over its samples. Without a KL estimate in the batch, as in evaluations, the estimate is zero."""
+    """Training on labelled answers; see AnswerLoss. Each answer of a pair counts one half, so a step's loss is the mean
+    over its samples. If a batch has no KL estimate, as in evaluations, it is taken as zero."""
 
     loss: AnswerLoss
     metric_names = METRICS["kto"]
@@ -78,7 +78,7 @@ class KTO(PairObjective):
     def _metrics(
         rewards: torch.Tensor, sums: torch.Tensor, labels: torch.Tensor, share: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Return METRICS of kto as sums over answers.
+        """Return METRICS["kto"] as sums over answers.
 
         share (A,): samples per good (or per bad) answer, which turns means over samples into means over such answers.
         """
@@ -88,7 +88,7 @@ class KTO(PairObjective):
 
 
 def label_answers(dataset: EncodedDataset) -> None:
-    """Add label, weight and share of every answer, and its number in the record, to a data set."""
+    """Add to a data set, for every answer: label, weight, share, and its number in the record."""
     length, chosen, margin = (
         np.asarray(dataset.table.column(name)).astype(np.float64) for name in ("length", "chosen_length", "margin")
     )
@@ -107,12 +107,12 @@ def label_answers(dataset: EncodedDataset) -> None:
 class Mismatched(EncodedDataset):
     """The prompts of a data set, each with the answer to the prompt before it, for the KL estimate.
 
-    The first prompt has the last one's answer; both prompts of a pair have the answer with the same label.
+    The first prompt gets the last prompt's answer. For pairs, each prompt gets the previous answer with the same label.
     """
 
     @classmethod
     def of(cls, dataset: EncodedDataset, max_length: int) -> Self:
-        """Make it from a labelled data set. max_length: of prompt and answer, in tokens."""
+        """Build from a labelled data set. max_length: maximum tokens of prompt and answer."""
         made = copy.copy(dataset)
         made.__class__, made.max_length = cls, max_length
         made.of_answers = {name: values for name, values in dataset.of_answers.items() if name != "reference"}
@@ -132,7 +132,7 @@ class Mismatched(EncodedDataset):
         return found[0] if len(found) == 1 else LoadedPair(*found)
 
     def _joined(self, own: LoadedSample, other: LoadedSample) -> LoadedSample:
-        """Return a sample with another one's answer, cut to max_length."""
+        """Return the prompt of `own` with the answer of `other`, truncated to max_length."""
         parts = []
         for name in ("input_ids", "labels"):
             prompt, answer = (
@@ -146,10 +146,10 @@ class Mismatched(EncodedDataset):
 
 @dataclass(frozen=True)
 class Divergence:
-    """The KL estimate of every step: the mean log-ratio of mismatched answers under the model and the reference model,
-    at least zero.
+    """The KL estimate of every step: the mean log-ratio between model and reference model of mismatched answers, at
+    least zero.
 
-    mismatched: with reference log-probabilities; steps: of the run; workers: processes that decode images.
+    mismatched: has reference log-probabilities. steps: of the run. workers: number of processes that decode images.
     """
 
     mismatched: Mismatched
@@ -159,7 +159,7 @@ class Divergence:
     workers: int
 
     def windows(self, done: int, plain: Iterator[Window]) -> Iterator[Window]:
-        """Add the estimate, and the step's share of good and of bad answers, to every batch. Collective."""
+        """Add the KL estimate and the step's shares of good and bad answers to every batch. Collective."""
         own = (micro for layout in self.steps.after(done) for micro in layout.of_ranks[self.mesh.dp_rank])
         device = self.runner.engine.device
         loaded = micro_batches(self.mismatched, own, self.workers, device, self.mesh)
@@ -189,13 +189,13 @@ class Divergence:
         if "weight" not in micro.batch.extra:  # a rank without samples
             return torch.zeros(2, dtype=torch.float64, device=rows.device)
         weights = micro.batch.extra["weight"] * is_shown
-        # Ranks that share samples each have a part of the sums; only one of them subtracts the reference.
+        # Ranks that share samples each have a part of the sums, so only one of them subtracts the reference.
         ratios = sums[: len(weights)] - micro.batch.extra["reference"] * float(micro.is_counted)
         return torch.stack([(weights * ratios).sum(), weights.sum() * float(micro.is_counted)])
 
 
 def _with(micro: MicroBatch, kl: torch.Tensor, share: tuple[torch.Tensor, torch.Tensor]) -> MicroBatch:
-    """Add a step's numbers to a micro-batch."""
+    """Add the KL estimate and the shares of good and bad answers to a micro-batch."""
     batch = micro.batch.with_extra(kl=kl)
     if "label" in batch.extra:  # missing on a rank without samples
         batch = batch.with_extra(share=torch.where(batch.extra["label"] > 0, *share))

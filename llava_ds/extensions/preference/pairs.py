@@ -1,4 +1,4 @@
-"""The common part of objectives over pairs of answers: the mean over a step's pairs, and sums by data source."""
+"""Base of objectives over pairs of answers: it averages over a step's pairs, and sums by data source."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from llava_ds.train.objectives.objective import MicroLoss
 
 @dataclass(frozen=True)
 class PairObjective:
-    """An objective over pairs of answers that stay together in a micro-batch; see Objective.
+    """An objective over pairs of answers; a pair's answers are in the same micro-batch. See Objective.
 
-    loss: of pairs; a step's loss is its mean over the pairs on all ranks. num_sources: of the data; mesh: its ranks may
-    share the tokens of a pair. Subclasses set metric_names.
+    loss: computes the loss of pairs, averaged over a step's pairs on all ranks. num_sources: number of data sources.
+    mesh: its ranks may share the tokens of a pair. Subclasses set metric_names.
     """
 
     loss: Callable
@@ -38,13 +38,13 @@ class PairObjective:
     ) -> MicroLoss:
         """Return forward's result, given the loss of every pair (pairs,).
 
-        rows: the engine's output; counted (pairs,) float64: each pair's weight in the log; every: answers per loss.
+        rows: the engine's output. counted (pairs,) float64: each pair's weight in the log. every: answers per loss.
         """
         sources = batch.sources[: every * len(losses) : every]
         is_from = sources == torch.arange(self.num_sources, device=sources.device)[:, None]  # (sources, pairs)
         logged = losses.detach() * counted, counted
         by_source = torch.stack([torch.where(is_from, numbers, 0.0).sum(1) for numbers in logged])
-        # Without pairs the model still takes part in backward, with zero gradients.
+        # A rank without pairs still takes part in backward, with zero gradients.
         return MicroLoss(losses.sum() + 0.0 * rows.sum(), by_source, metrics)
 
     def scales(self, window: Window, counts: torch.Tensor) -> list[torch.Tensor]:
@@ -52,5 +52,5 @@ class PairObjective:
         return [self.grad_ranks / self.num_units(counts.clamp(min=1))] * len(window.micro_batches)
 
     def num_units(self, counts):
-        """Return the number of pairs, the unit of the log's means. counts: Counts, or a tensor in its order."""
+        """Return the number of pairs, over which the log averages. counts: Counts, or a tensor with its fields."""
         return counts[0]

@@ -1,9 +1,9 @@
 # N records of the data, each with two answers
-"""Log-probabilities under the reference model: the initial model of preference optimisation, or another one.
+"""Compute log-probabilities under the reference model that is the run's initial model or a separate one.
 
-They are computed once, before the first step and before a checkpoint is restored, and cached with the encoded data: no
-second model is in memory during training, and a resumed run reads the cache. With LoRA the reference is the run's
-initial model, base and adapter: a fresh adapter adds zero, and one from --lora_weight_path is included.
+They are computed once, before the first step or the restoring of a checkpoint, and cached with the encoded data. So
+training needs no second model in memory, and a resumed run reads the cache. With LoRA, the reference includes the
+initial adapter: a new adapter adds zero, and one from --lora_weight_path counts.
 """
 
 import itertools
@@ -32,15 +32,15 @@ from llava_ds.runtime.ranks import Ranks, gather
 from llava_ds.runtime.tf32 import tf32_allowed
 from llava_ds.runtime.waiting import queuing, waiting
 
-VERSION = 3  # raise it when the numbers for the same data and weights would change
+VERSION = 3  # increment when results for the same data and weights change
 
 
 @dataclass(frozen=True)
 class Reference:
     """The reference model.
 
-    runner: of its forward pass; its engine is the model, or the model's engine; dtype: of its computation; forward:
-    forward_digest of its plan.
+    runner: runs its forward pass; the runner's engine is the model itself, or the model's engine. dtype: compute dtype.
+    forward: forward_digest of the model's plan.
     """
 
     runner: Runner
@@ -51,7 +51,7 @@ class Reference:
 def add_reference(
     reference: Reference, dataset: EncodedDataset, packing: Packing, num_workers: int, ranks: Ranks, mesh: Mesh
 ) -> str:
-    """Set the dataset's reference log-probabilities, cached or computed now; returns a line about it. Collective."""
+    """Set the dataset's reference log-probabilities from the cache, or compute them. Returns a line. Collective."""
     engine = reference.runner.engine
     weights = weights_digest(getattr(engine, "module", engine), mesh)
     path = dataset.folder / cache_name(dataset.fingerprint, weights, reference, ranks.device)
@@ -69,7 +69,7 @@ def add_reference(
 
 
 def cache_name(data: str, weights: str, reference: Reference, device: torch.device) -> str:
-    """Return the cache's file name, a digest of everything that the numbers depend on.
+    """Return the cache's file name, a digest of everything that determines the log-probabilities.
 
     These are the data's fingerprint (records, template, images), the weights' digest, the forward's digest, and the
     arithmetic.
@@ -90,7 +90,7 @@ def log_probs(
 ) -> np.ndarray:
     """Return the summed log-probabilities of both answers of every record, (N, 2) float64; NaN for broken records.
 
-    The data are laid out as a single optimizer step. Collective.
+    The data are packed as a single optimizer step. Collective.
     """
     model = runner.engine
     model.eval()
@@ -99,13 +99,13 @@ def log_probs(
     for samples, micro in zip(of_rank, micro_batches(dataset, of_rank, num_workers, device, mesh)):
         with queuing():
             rows = runner.forward(model, micro.batch, lambda model, batch: model(batch, LogProbs()))
-            if rows is None:  # None: another rank has the results
+            if rows is None:  # another rank has the results
                 continue
             sums, _ = sum_by_sample(rows, micro.batch)
-        # Ranks that share a pair each have a part of its sums.
+        # Add up the sums of ranks that share a pair, because each has only a part.
         place, number, is_shown = answers_of(micro)
         numbers = [int(dataset.rows[samples[i]]) for i in micro.places]
-        records = torch.tensor(numbers, dtype=torch.int64, device=device)  # even without any records
+        records = torch.tensor(numbers, dtype=torch.int64, device=device)  # an empty list would become float
         found[records[place[is_shown]], number[is_shown]] = sums[: len(place)][is_shown]
         found[records, 2] = float(micro.is_counted)
     model.train()
@@ -115,8 +115,8 @@ def log_probs(
 
 
 def answers_of(micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return for every answer of a micro-batch, (A,) each: its index in `places`, its number in the record, and False
-    if no rank counts it. Without numbers in the batch, records have two answers."""
+    """Return three tensors (A,): each answer's index in `places`, its number in the record, and False if it is not
+    counted. Without numbers in the batch, records have two answers."""
     sources, number = micro.batch.sources, micro.batch.extra.get("number")
     number = torch.arange(len(sources), device=sources.device) % 2 if number is None else number.long()
     items = (number == 0).cumsum(0) - 1
@@ -127,10 +127,10 @@ def answers_of(micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def weights_digest(model: torch.nn.Module, mesh: Mesh) -> str:
-    """Return a text that changes with any bit of the weights and with its position.
+    """Return a digest that changes if any bit of the weights changes or moves.
 
-    It covers every parameter, the scales of quantized ones, and every buffer. It is the same at any ZeRO stage and on
-    any number of ranks that share no matrix. ZeRO-3's shards end with zeros.
+    It covers every parameter, the scales of quantized ones, and every buffer. It does not depend on the ZeRO stage or
+    the number of ranks, unless ranks share matrices. ZeRO-3's shards end with zeros.
     """
     sums, placement = {}, placement_of(model)
     slices = {p: share.slice for p, share in placement.held(model).items()}
@@ -142,7 +142,7 @@ def weights_digest(model: torch.nn.Module, mesh: Mesh) -> str:
     for name, tensor in named.items():
         shard = getattr(tensor, "ds_tensor", None)
         is_cut = bool(slices.get(tensor))
-        counts = shard is not None or mesh.dp_rank == mesh.part.index == 0  # count only one of the copies
+        counts = shard is not None or mesh.dp_rank == mesh.part.index == 0  # count only one copy
         counts = counts and (is_cut or name not in earlier)
         held = tensor.detach() if shard is None else shard
         part = placement.index * is_cut if shard is None else torch.distributed.get_rank(tensor.ds_process_group)
@@ -156,7 +156,7 @@ def weights_digest(model: torch.nn.Module, mesh: Mesh) -> str:
 
 
 def _names_of_ranks(own: list[str], placement: Placement, mesh: Mesh) -> tuple[list[str], set[str]]:
-    """Return the names of the tensors on all ranks that share the model, and those on ranks before this one."""
+    """Return the names of the tensors on all ranks that share the model, and on the ranks before this one."""
     if placement.size == 1:
         return sorted(own), set()
     found: list = [None] * mesh.shared
@@ -167,12 +167,12 @@ def _names_of_ranks(own: list[str], placement: Placement, mesh: Mesh) -> tuple[l
 
 
 def _place_sum(tensor: torch.Tensor, first: int) -> torch.Tensor:
-    """Sum every number's bits times an odd factor of its position, starting at `first`.
+    """Sum each number's bits times an odd factor that depends on its position, counted from `first`.
 
     The sum is additive over shards, and changes if two numbers swap positions.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for piece in bit_view(tensor).split(SUM_NUMBERS):  # 64 bits each while it is summed
+    for piece in bit_view(tensor).split(SUM_NUMBERS):  # in pieces, because summing takes 64 bits per number
         places = torch.arange(first, first + len(piece), dtype=torch.int64, device=tensor.device)
         total += (piece.long() * (2 * places + 1)).sum()
         first += len(piece)
@@ -187,7 +187,7 @@ def _scales(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _write(values: np.ndarray, path: Path) -> None:
-    with path.open("wb") as file:  # np.save appends .npy to a path
+    with path.open("wb") as file:  # a file object, because np.save would append .npy to a path
         np.save(file, values)
 
 

@@ -1,5 +1,5 @@
 # S supervised positions of a micro-batch, A answers, two per pair, K maximum tokens per answer
-"""Reward models: the value head gives the chosen answer a higher score than the rejected one."""
+"""Train reward models, whose value head should give the chosen answer a higher score than the rejected one."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,13 +16,13 @@ from llava_ds.train.objectives.objective import MicroLoss
 
 @dataclass(frozen=True)
 class RewardLoss:
-    """The loss of pairs of answers, from the value head's outputs at their tokens.
+    """The loss of pairs of answers, computed from the value head's outputs at the answers' tokens.
 
     An answer's score is the output at its last supervised token, the end marker. reward_loss "last" compares the
-    scores: -logsigmoid(chosen - rejected - margin). "tokens" is DeepSpeed-Chat's, the mean of that loss over tokens:
-    k-th token against k-th token, from the first difference to the last token of the longer answer. After the end of
-    the shorter answer DeepSpeed-Chat uses outputs at padding; here there is no padding, and the shorter answer keeps
-    its score. center_rewards_coefficient: weight of (chosen + rejected)^2, which keeps scores around zero. Sources:
+    scores: -logsigmoid(chosen - rejected - margin). "tokens", as in DeepSpeed-Chat, is the mean of this loss over
+    tokens: the k-th tokens are compared, from the first difference to the last token of the longer answer. After the
+    shorter answer's end, DeepSpeed-Chat uses outputs at padding; this code has no padding and uses the shorter answer's
+    score. center_rewards_coefficient: weight of (chosen + rejected)^2 to keep scores around zero. Sources:
     Bradley-Terry as in InstructGPT (arXiv 2203.02155), margins as in Llama 2 (2307.09288), TRL's RewardTrainer,
     DeepSpeed-Chat's reward_model.py.
     """
@@ -33,8 +33,8 @@ class RewardLoss:
     def __call__(self, scores: torch.Tensor, gaps: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         """Return the loss of every pair, (pairs,).
 
-        scores (pairs, 2): of the chosen and the rejected answer; gaps (pairs, K): chosen minus rejected output, minus
-        the margin, at every position; counted (pairs, K) bool: positions that are compared.
+        scores (pairs, 2): of the chosen and the rejected answer. gaps (pairs, K): chosen minus rejected output, minus
+        the margin, at every position. counted (pairs, K) bool: positions that are compared.
         """
         losses = torch.where(counted, -F.logsigmoid(gaps), 0.0).sum(1) / counted.sum(1).clamp(min=1)
         if self.center_rewards_coefficient:
@@ -44,7 +44,7 @@ class RewardLoss:
 
 @dataclass(frozen=True)
 class Reward(PairObjective):
-    """Training of a reward model over pairs of answers; see RewardLoss."""
+    """The objective of a reward model, trained on pairs of answers; see RewardLoss."""
 
     loss: RewardLoss
     probe = Values()
@@ -71,9 +71,9 @@ class Reward(PairObjective):
 
 
 def metrics_of(scores: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return sums over pairs, by the names in METRICS["reward"].
+    """Return METRICS["reward"] as sums over pairs.
 
-    scores (pairs, 2). min_reward and max_reward are those of the micro-batch, times its number of pairs.
+    scores (pairs, 2). min_reward and max_reward are extremes of the micro-batch, times its number of pairs.
     """
     chosen, rejected = scores.unbind(1)
     none = torch.zeros((), dtype=torch.float64, device=scores.device)
@@ -86,15 +86,15 @@ def metrics_of(scores: torch.Tensor) -> dict[str, torch.Tensor]:
 def aligned(rows: torch.Tensor, batch: Batch, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return chosen minus rejected outputs token by token (pairs, K), and a mask of compared positions (pairs, K) bool.
 
-    rows (S,): at every supervised token. K is S, at least an answer's length, so that nothing waits for the device.
-    Both answers of a pair begin at the same position, after the same prompt.
+    rows (S,): at every supervised token. K is set to S, an upper bound of an answer's length, to avoid a sync with the
+    device. Both answers of a pair begin at the same position, after the same prompt.
     """
     if not pairs:
         return rows.view(0, 1), rows.view(0, 1).bool()
     counts = answer_lengths(batch)[: 2 * pairs]
     steps = torch.arange(len(rows), device=rows.device)  # (K,)
     firsts = (counts.cumsum(0) - counts)[:, None]
-    # (A, K): the shorter answer keeps its last token's output.
+    # (A, K): after its end, the shorter answer keeps its last token's output.
     index = firsts + torch.minimum(steps, counts[:, None] - 1)
     values = rows[index].view(pairs, 2, -1)
     targets = torch.where(steps < counts[:, None], batch.targets[index], -1).view(pairs, 2, -1)

@@ -1,1 +1,1 @@
-"""Ready vision-language models: folders of transformers' own classes, including tower, connector and processor."""
+"""Train complete vision-language models from transformers: their folders hold tower, connector and processor."""

@@ -26,7 +26,7 @@ from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.model.open.tower import read_processor, read_whole_processor
 from llava_ds.tokenizer import read_tokenizer
 
-# Flags of LLaVA's own composition and templates; a ready model's files decide these.
+# Flags about composing a LLaVA and its templates. A ready model's files define both, so these flags are refused.
 COMPOSING_FLAGS = (
     "vision_tower", "mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature", "s2", "s2_scales",
     "mm_native_resolution",
@@ -36,7 +36,7 @@ COMPOSING_FLAGS = (
 
 
 def ready_problems(args: Arguments, kind: str) -> list[str]:
-    """Return a line for every flag that a ready model ignores, and for every feature without support yet."""
+    """Return a line for every flag that a ready model would ignore, and for every feature not supported with it."""
     given = [name for name in COMPOSING_FLAGS if name in args.given and name != "version"]
     given += ["version"] * ("version" in args.given and args.model.version != "processor")
     problems = expert_problems(args)
@@ -55,17 +55,17 @@ def expert_problems(args: Arguments) -> list[str]:
 
 
 class ReadyArchitecture(ReadyModel):
-    """A family and a configuration. Methods import code that many runs don't need when they are called."""
+    """A family and a configuration. Methods import code lazily that many runs don't need."""
 
     kind = "a ready model"
 
     @property
     def casts_pixels(self) -> bool:
-        """False if the tower takes pixels in fp32."""
+        """Return False if the tower needs fp32 pixels, True if they are cast to the weights' precision."""
         return self.family.casts_pixels
 
     def open_tokenizer(self, path: str, where: str) -> PreTrainedTokenizerBase:
-        """Open the tokenizer as the processor uses it, with the processor's chat template."""
+        """Open the tokenizer unchanged, with the processor's chat template. Raises ConfigError if one is missing."""
         tokenizer = read_tokenizer(path, where)
         if not tokenizer.is_fast:
             raise ConfigError(
@@ -81,11 +81,11 @@ class ReadyArchitecture(ReadyModel):
             )
         tokenizer.chat_template = template
         tokenizer.name_or_path = str(path)
-        tokenizer._is_as_llava = True  # leave it unchanged
+        tokenizer._is_as_llava = True  # so that no other code changes it
         return tokenizer
 
     def plan_tower(self, folder: Path, tokenizer: PreTrainedTokenizerBase, where: str) -> ReadyVision:
-        """Plan vision model, connector and images."""
+        """Return the plan of vision model, connector and image processing from the folder's processor files."""
         return plan_vision(self, read_processor(folder, where), read_whole_processor(folder, where), tokenizer, where)
 
     def problems(self, args: Arguments, kind: str) -> list[str]:
@@ -97,13 +97,13 @@ class ReadyArchitecture(ReadyModel):
         return expert_problems(args)
 
     def try_out(self, plan: ModelPlan, images: ImageOptions, cache_dir: str) -> str:
-        """Compare a small copy with transformers' class."""
+        """Compare a small random copy with transformers' class, and return a line with the result."""
         from llava_ds.extensions.ready.ready_trial import check_ready
 
         return check_ready(plan, images, cache_dir)
 
     def layer_notes(self, text_config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> list[str]:
-        """Return lines on layers with a state across tokens."""
+        """Return lines about layers with a recurrent state (Gated DeltaNet)."""
         if not has_state(text_config):
             return []
         from llava_ds.extensions.ready.delta_net import delta_net_report
@@ -115,13 +115,13 @@ class ReadyArchitecture(ReadyModel):
         return ReadyNames(self, text_config)
 
     def entries(self, export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-        """Return the tensors by their names in the source folder."""
+        """Return the tensors under their names in the source folder."""
         from llava_ds.extensions.ready.exported_folder import ready_entries
 
         return ready_entries(export, entries)
 
     def write(self, export: ExportPlan, entries: list[Entry], output_dir: Path, holes: bool) -> Written:
-        """Write the folder."""
+        """Write the exported folder, and return checksums. holes: write weight files without weights."""
         from llava_ds.extensions.ready.exported_folder import write_ready
 
         return write_ready(export, entries, output_dir, holes=holes)
@@ -133,7 +133,7 @@ class ReadyArchitecture(ReadyModel):
         write_image_sizes(export, output_dir)
 
     def saved_modules(self, names: Sequence[str]) -> list[str]:
-        """Return connectors and the tower; the tower's parts if it contains a connector.
+        """Return modules_to_save for peft: connectors and the tower, or its parts if it contains a connector.
 
         peft can't save a list of modules, only each of its entries.
         """

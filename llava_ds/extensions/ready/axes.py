@@ -1,7 +1,7 @@
 # L tokens of a sample, P patches of all images, W windows of the tower
-"""Images at their own resolution: positions on three axes, and a tower's inputs that depend on image shapes.
+"""Compute positions on three axes and tower inputs for images at their own resolution.
 
-Data-loader workers compute them: on a device, the host would have to wait to read their lengths.
+Data-loader workers compute them: lengths computed on a device could only be read after a sync.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def axis_positions(input_ids: torch.Tensor, grids: Sequence[Grid]) -> torch.Tens
     """Return the positions of a sample's tokens on the axes time, height and width: (3, L) int64.
 
     input_ids (L,), with IMAGE_TOKEN_INDEX at the grids' features in reading order; the last grid may be truncated.
-    Tokens after a grid continue after its longer side, even if a video's moments reach further. Source: transformers'
+    Tokens after a grid continue from its longer side, even if a video has more moments than that. Source: transformers'
     Qwen2VLModel.get_rope_index.
     """
     at_images = (input_ids == IMAGE_TOKEN_INDEX).nonzero()[:, 0].tolist()
@@ -44,12 +44,12 @@ def axis_positions(input_ids: torch.Tensor, grids: Sequence[Grid]) -> torch.Tens
 
 
 def tower_inputs(grids: Sequence[Grid], tiling: CellTiling | BudgetTiling) -> Inputs:
-    """Return a transformers tower's arguments besides the patches of all images and video moments, cell by cell.
+    """Return the arguments, except the patches, of transformers' tower for all images and video moments.
 
-    position_ids (P, 2): row and column; cu_seqlens (images + 1,) int32 and max_seqlen: starts of images, and the
-    longest one, where every moment of a video is an image; with windows, window_index (cells,), cu_window_seqlens (W +
-    1,) int32 and max_window_seqlen, for cells sorted by windows; with a learned table, interp_indices and
-    interp_weights (P, 4).
+    Patches are ordered cell by cell. position_ids (P, 2): row and column. cu_seqlens (images + 1,) int32 and
+    max_seqlen: starts of images and the longest length; each moment of a video counts as an image. With windows:
+    window_index (cells,), cu_window_seqlens (W + 1,) int32 and max_window_seqlen. With a learned position table:
+    interp_indices and interp_weights (P, 4).
     """
     merge = tiling.merge
     grid = torch.tensor([(one.moments, one.down * merge, one.across * merge) for one in grids])  # time, rows, columns

@@ -1,9 +1,9 @@
-# T tokens of all samples laid end to end, D width of the language model, s ranks that share them, t = T / s of them on
-# a rank, V width of the values of all heads
-"""Layers with a state across tokens (Gated DeltaNet) over samples laid end to end: no state reaches the next sample.
+# T tokens of all samples laid end to end, D width of the language model, s ranks that share the tokens, t = T / s
+# tokens on a rank, V width of the values of all heads
+"""Run recurrent layers (Gated DeltaNet) over packed samples without passing state from one sample to the next.
 
-A short convolution and the delta rule carry a state from token to token. Kernels for CUDA take the boundaries of
-samples; where they are missing, such a layer computes sample by sample, and all others compute the pack at once.
+A short convolution and the delta rule carry a state from token to token. CUDA kernels take the boundaries of samples.
+Without these kernels, a recurrent layer computes sample by sample, while all other layers compute the pack at once.
 """
 
 import functools
@@ -32,13 +32,13 @@ FUNCTIONS = (
     "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update",
 )  # fmt: skip
 
-TOLERANCE = 5e-2  # relative to the largest logit, in half precision; mixed states differ by far more
+TOLERANCE = 5e-2  # relative to the largest logit, in half precision; leaked states cause far larger differences
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Positions of samples in a pack. lengths: per sample, on the host, without a sync; cu_seqlens (samples + 1,)
-    int32: their starts, and T; cu_seqlens_cpu: the same on the host; seq_idx (1, T) int32: each token's sample."""
+    """Positions of samples in a pack. lengths: tokens per sample, on the host, to avoid a sync. cu_seqlens (samples +
+    1,) int32: starts, and T. cu_seqlens_cpu: a copy on the host. seq_idx (1, T) int32: each token's sample."""
 
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor
@@ -55,8 +55,8 @@ class Samples:
 
 
 class TokenExchange(Protocol):
-    """Exchange a rank's t tokens for all T tokens of a pack, among the `size` ranks that share them; index: this
-    rank's."""
+    """Exchange tokens for columns among `size` ranks that share a pack: t tokens with all columns, or T tokens with
+    some columns. index: of this rank."""
 
     size: int
     index: int
@@ -70,9 +70,9 @@ class TokenExchange(Protocol):
 
 
 def keep_samples_apart(trunk: nn.Module) -> None:
-    """Let layers with a state take `samples`, and keep it from the other layers of a language model.
+    """Let recurrent layers take the argument `samples`, and drop it for all other layers of a language model.
 
-    Their token_exchange has to be set for packs whose tokens are shared.
+    If ranks share the tokens of a pack, set these layers' token_exchange.
     """
     for layer in trunk.layers:
         if hasattr(layer, "linear_attn"):
@@ -80,7 +80,7 @@ def keep_samples_apart(trunk: nn.Module) -> None:
             layer.linear_attn.forward = MethodType(_forward, layer.linear_attn)
 
 
-@torch.compiler.disable  # each number of samples and every length would be compiled separately
+@torch.compiler.disable  # would recompile for each number of samples and every length
 def _forward(
     self: nn.Module,
     hidden_states: torch.Tensor,
@@ -106,12 +106,12 @@ def _forward(
 def of_pack(
     forward: Callable[[torch.Tensor], torch.Tensor], hidden_states: torch.Tensor, samples: Samples
 ) -> torch.Tensor:
-    """Compute a layer's forward over a pack (1, T, D): at once with kernels, else sample by sample."""
+    """Run a layer's forward on a pack (1, T, D): at once if kernels take boundaries, otherwise sample by sample."""
     if kernel_problem(hidden_states.device, _precision(hidden_states)) is None:
         return forward(
             hidden_states,
             cu_seq_lens_q=samples.cu_seqlens,
-            cu_seqlens_cpu=samples.cu_seqlens_cpu,  # else flash-linear-attention waits for the device
+            cu_seqlens_cpu=samples.cu_seqlens_cpu,  # without it, flash-linear-attention waits for the device
             seq_idx=samples.seq_idx,  # required: otherwise the convolution reaches across samples
         )
     return one_by_one(forward, hidden_states, samples.lengths)
@@ -120,10 +120,10 @@ def of_pack(
 def own_heads(
     layer: nn.Module, exchange: TokenExchange, hidden_states: torch.Tensor
 ) -> tuple[SimpleNamespace, torch.Tensor]:
-    """Return the inputs of a layer's forward for this rank's heads only: their projections of all tokens.
+    """Return a stand-in for the layer with only this rank's heads, and their projections of all tokens.
 
-    hidden_states (1, t, D). The stand-in's projections choose columns, and its result is (1, T, V / s). Convolution,
-    delta rule and norm compute each head by itself, so heads can be divided over ranks as in attention.
+    hidden_states (1, t, D). The stand-in's projections only select columns; its forward returns (1, T, V / s).
+    Convolution, delta rule and norm compute each head by itself, so heads can be divided over ranks as in attention.
     """
     s, key, value = exchange.size, layer.key_dim, layer.value_dim
     others = (layer.in_proj_z(hidden_states), layer.in_proj_b(hidden_states), layer.in_proj_a(hidden_states))
@@ -162,7 +162,7 @@ def own_heads(
 def one_by_one(
     forward: Callable[[torch.Tensor], torch.Tensor], hidden_states: torch.Tensor, lengths: tuple[int, ...]
 ) -> torch.Tensor:
-    """Compute a forward of (1, T, D), sample by sample."""
+    """Call forward on each sample of (1, T, D) separately, and concatenate the results."""
     return torch.cat([forward(sample) for sample in hidden_states.split(lengths, 1)], 1)
 
 
@@ -172,8 +172,8 @@ def _precision(tensor: torch.Tensor) -> torch.dtype:
 
 
 def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the reason why a layer with a state computes sample by sample on this device; None if kernels take the
-    boundaries."""
+    """Return why recurrent layers compute sample by sample on this device; None if kernels take the boundaries of
+    samples."""
     if device.type != "cuda":
         return f"kernels need a CUDA device, this is {device.type}"
     if dtype not in HALF:
@@ -183,12 +183,12 @@ def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @functools.cache
 def missing_kernels() -> str | None:
-    """Return packages that transformers can't import, with the reasons; None if it has all of KERNELS."""
+    """Return which packages of KERNELS transformers can't import, and why; None if it can import all."""
     problems = []
     for package, (module, function) in KERNELS.items():
         try:
             getattr(importlib.import_module(module), function)
-        except Exception as error:  # transformers computes without the package after any error
+        except Exception as error:  # after any import error, transformers does without the package
             absent = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
             why = "not installed" if absent else f"can't be imported: {in_short(f'{type(error).__name__}: {error}')}"
             problems.append(f"{package} {why}")
@@ -196,10 +196,10 @@ def missing_kernels() -> str | None:
 
 
 def delta_net_report(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Return a line on how a language model's layers with a state compute a pack.
+    """Return a line that says how a language model's recurrent layers compute a pack.
 
-    If kernels do, a small random copy is computed on the device, packed and one by one. Raises ConfigError if they mix
-    samples.
+    With kernels, a small random copy computes samples on the device, packed and one by one. Raises ConfigError if the
+    results differ because samples mix.
     """
     if (problem := kernel_problem(device, dtype)) is not None:
         return f"Gated DeltaNet: sample by sample, everything else packed ({problem})"
@@ -214,9 +214,9 @@ def delta_net_report(config: PreTrainedConfig, device: torch.device, dtype: torc
 
 @functools.cache
 def let_the_cpu_compute(modeling: ModuleType) -> None:
-    """Make functions in a transformers file fall back to torch for inputs that the CUDA kernels don't support.
+    """Make functions in a transformers module fall back to torch for inputs that CUDA kernels don't support.
 
-    transformers 5.23 only checks if the packages are installed: with them, models on a CPU, as in trials, or in float32
+    transformers 5.23 only checks if the packages are installed. If so, models on a CPU (as in trials) or in float32
     would fail.
     """
     for name in FUNCTIONS:
@@ -225,7 +225,7 @@ def let_the_cpu_compute(modeling: ModuleType) -> None:
 
 def by_device(function: Callable) -> Callable:
     """Return one of FUNCTIONS with a fallback to torch if the kernel doesn't support the device or precision."""
-    in_torch = inspect.unwrap(function)  # which would ignore boundaries silently
+    in_torch = inspect.unwrap(function)  # the torch version that silently ignores boundaries
 
     @functools.wraps(function)
     def chosen(first: torch.Tensor, *args: object, **options: object):

@@ -1,4 +1,4 @@
-"""The folder of a ready model: weights under their original names, the configuration, and the processor's files."""
+"""Export a ready model: weights under their original names, config.json, and the processor's files."""
 
 import dataclasses
 import shutil
@@ -39,14 +39,14 @@ from llava_ds.tilings import Tiling
 
 _GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-# Files that are rewritten, or belong to an adapter.
+# Files of the source folder that aren't copied: they are rewritten, or belong to an adapter.
 NOT_COPIED = ("config.json", "adapter_config.json", *SETTINGS_FILES, *TEMPLATE_FILES)
 
 
 def ready_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """Return the entries by their names in the source folder, with experts transposed as in that folder.
+    """Return the entries under their names in the source folder, with experts transposed if they are there.
 
-    Tensors that never train, and parts that images don't use, are added from that folder.
+    Adds the source folder's tensors that never train, and its parts that images don't use.
     """
     names = ReadyNames(export.model.architecture, export.model.text_config)
     files = WeightFiles(export.source_folder)
@@ -64,7 +64,7 @@ def _read(files: WeightFiles, name: str) -> torch.Tensor:
 
 
 def _is_turned(shape: tuple[int, ...], on_disk: tuple[int, ...] | None) -> bool:
-    """Return True if experts (E, O, I) are (E, I, O) on disk."""
+    """Return True if experts with shape (E, O, I) in memory are stored as (E, I, O)."""
     return len(shape) == 3 and shape != on_disk == (shape[0], shape[2], shape[1])
 
 
@@ -73,13 +73,13 @@ def processor_files(
 ) -> dict[str, dict]:
     """Return the contents of a ready model's processor files, by name.
 
-    They are the source's settings with the run's sizes of images and videos and its choice of frames; all files agree.
-    preprocessor_config.json is for readers that ignore the settings inside processor_config.json.
+    They contain the source's settings, updated with the run's sizes of images and videos and its choice of frames.
+    preprocessor_config.json repeats settings of processor_config.json for programs that read only the former.
     """
     where = str(source)
     images, whole = read_processor(source, where), whole_settings(source, where)
     videos, _ = video_settings(source, where)
-    whole.pop("chat_template", None)  # it has a file of its own
+    whole.pop("chat_template", None)  # stored in a separate file
     has_videos = videos != images
     if sizes_differ(ready, options, tokenizer, source):
         images = images | _image_sizes(options.tiling, images)
@@ -119,7 +119,7 @@ def _write_processor(export: ExportPlan, output_dir: Path) -> None:
 
 
 def _image_sizes(tiling: Tiling, images: dict) -> dict:
-    """Return the settings for a run's limits of image sizes, also under their older names: those override size."""
+    """Return settings with a run's image size limits, also under older names if present, because they override size."""
     if not isinstance(tiling, CellTiling):
         return {}
     earlier = {"min_pixels": tiling.least, "max_pixels": tiling.most}
@@ -128,7 +128,7 @@ def _image_sizes(tiling: Tiling, images: dict) -> dict:
 
 
 def _sizes(options: ReadyImageOptions) -> tuple:
-    """Return everything that write_image_sizes writes."""
+    """Return the sizes and frame choice that write_image_sizes would write."""
     rule = options.video
     frames = None if rule is None else (_bounds(rule.frame), options.frame_choice)
     return _bounds(options.tiling), frames
@@ -140,7 +140,7 @@ def _bounds(tiling: Tiling | FrameCells) -> tuple[int, int] | None:
 
 
 def _sizes_in(ready: ReadyModel, options: ReadyImageOptions, tokenizer: PreTrainedTokenizerBase, source: Path) -> tuple:
-    """Return the same values, read from the source folder of the exported model."""
+    """Return the same values as _sizes, but as the source folder's files define them."""
     where, tiling = str(source), options.tiling
     images = read_processor(source, where)
     if isinstance(tiling, CellTiling):
@@ -152,7 +152,7 @@ def _sizes_in(ready: ReadyModel, options: ReadyImageOptions, tokenizer: PreTrain
 
 
 def _video_settings(options: ReadyImageOptions, source: dict) -> dict:
-    """Return a run's video processor settings. source: those in the source folder."""
+    """Return a run's video processor settings. source: the settings in the source folder."""
     rule, most = options.video, options.frames_upbound
     chosen = {"fps": options.video_fps, "num_frames": None, **({rule.bound: most} if most else {})}
     if options.force_sample and rule.bound != "num_frames":
@@ -163,14 +163,14 @@ def _video_settings(options: ReadyImageOptions, source: dict) -> dict:
 
 
 def _size_of(rule: VideoRule) -> dict[str, dict[str, int]]:
-    """Return the size of frames in a video processor's settings, if flags can change it or its key may differ."""
+    """Return a video processor's setting for frame sizes, if flags can change it or its key may differ."""
     if isinstance(rule.frame, FrameCells):
         return {"size": {"shortest_edge": rule.frame.least, "longest_edge": rule.frame.most}}
     return {"size": {"longest_edge": rule.frame.longest_edge}} if isinstance(rule.frame, SplitTiling) else {}
 
 
 def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
-    """Write the folder, one tensor in memory at a time, and return checksums of the tensors' bits.
+    """Write the folder with one tensor in memory at a time. Returns checksums of the tensors' bits.
 
     holes: write weight files without weights.
     """
@@ -195,9 +195,9 @@ def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, h
 
 
 def _write_stop(tokenizer: PreTrainedTokenizerBase, config: dict, output_dir: Path) -> None:
-    """Make transformers' generate() stop at the end of an answer, if the source's files lack that id.
+    """Add the id that ends an answer to eos_token_id, if missing, so that transformers' generate() stops there.
 
-    config: the content of config.json; generate() reads the ids from it without a generation_config.json.
+    config: the content of config.json, where generate() reads the ids if there is no generation_config.json.
     """
     file = output_dir / "generation_config.json"
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else {}
@@ -212,7 +212,7 @@ def _write_stop(tokenizer: PreTrainedTokenizerBase, config: dict, output_dir: Pa
 
 
 def _write_template(template: str, source: Path, output_dir: Path) -> None:
-    """Write the chat template used in training, as the only default template in the folder."""
+    """Write the chat template used in training, so that the folder has no other default template."""
     (output_dir / "chat_template.jinja").write_text(template, encoding="utf-8")
     for file in source.glob(f"{TEMPLATES_FOLDER}/*.jinja"):
         (output_dir / TEMPLATES_FOLDER).mkdir(exist_ok=True)
@@ -230,7 +230,7 @@ def _write_template(template: str, source: Path, output_dir: Path) -> None:
 
 
 def _write_rows(config: dict, export: ExportPlan) -> None:
-    """Set the number of rows in the content of config.json, if the source has another number."""
+    """Set vocab_size in the content of config.json if the number of embedding rows differs from the source's."""
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     own, before = export.model.text_config, export.model.architecture.config.get_text_config()
     for name in ("vocab_size", "vocab_size_per_layer_input"):

@@ -1,4 +1,4 @@
-"""Folders of ready models, by the model_type of their config.json."""
+"""Register how to open folders of ready models, by the model_type in config.json."""
 
 from functools import partial
 
@@ -15,12 +15,12 @@ from llava_ds.model.open.weights import Source
 
 
 class Folders:
-    """Folders of the supported families that transformers' AutoModelForImageTextToText opens."""
+    """Opens folders of supported families, as transformers' AutoModelForImageTextToText would."""
 
     model_types = tuple(READY)
 
     def read(self, path: str, config: dict, where: str) -> ModelFolder:
-        """Read a folder; its own processor defines the format of images and conversations."""
+        """Read a folder. Its processor defines how images and conversations are prepared."""
         kind = config["model_type"]
         if kind in NOT_YET:
             raise ConfigError(
@@ -48,12 +48,12 @@ class Folders:
         )
 
     def missing(self, config: dict) -> list[str]:
-        """Return the missing parts; transformers would replace them by its defaults."""
+        """Return parts missing from config.json, because transformers would silently use default ones."""
         text = () if family_of(config["model_type"]).is_flat and "hidden_size" in config else ("text_config",)
         return [name for name in (*text, "vision_config") if not isinstance(config.get(name), dict)]
 
     def architecture(self, config: PreTrainedConfig) -> ReadyArchitecture:
-        """Return the family and the configuration."""
+        """Return the architecture: the folder's family and its configuration."""
         return ReadyArchitecture(family_of(config.model_type), config)
 
 

@@ -1,5 +1,5 @@
 # N tiles, S side of a tile, C width of the tower, D width of the language model, P features of a tile
-"""The description of a family of ready vision-language models: data, and a few functions on its parts."""
+"""Describe a family of ready vision-language models by data and a few functions."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +28,9 @@ Layouts = Sequence[MediaLayout]  # for a batch's images and videos, in order
 class TileSpec:
     """The tiles of an image.
 
-    tiling: how tiles are cut; patches: per tile; positions: per tile in the tower's sequence; features, P: per tile in
-    the language model, a square number; windowed_layers: number of tower layers with window attention, if tiles are the
-    cells of an image.
+    tiling: how images are cut into tiles. Per tile, patches: number of patches; positions: tower sequence length;
+    features (P): number of tokens in the language model, a square number. windowed_layers: number of tower layers with
+    window attention, if tiles are cells.
     """
 
     tiling: Tiling
@@ -46,7 +46,7 @@ def build_tower(config: PreTrainedConfig) -> nn.Module:
 
 
 def shrink(config: PreTrainedConfig) -> None:
-    """Shrink the vision model in a complete configuration; its language model is small already."""
+    """Shrink the vision model's settings in a complete configuration whose language model is small already."""
     for name, value in VISION.items():
         setattr(config.vision_config, name, value)
 
@@ -54,17 +54,17 @@ def shrink(config: PreTrainedConfig) -> None:
 def prompt_mask(
     config: PreTrainedConfig, embeds: torch.Tensor, mask: torch.Tensor, is_image: torch.Tensor
 ) -> torch.Tensor:
-    """Return the mask of tokens (B, L) from which transformers' language model makes a causal one."""
+    """Return the padding mask (B, L) that transformers' language model extends to a causal mask."""
     return mask
 
 
 def tower_widths(config: PreTrainedConfig) -> tuple[int, int]:
-    """Return the width of a vision model's layers, and of their MLPs."""
+    """Return the hidden width and the MLP width of a vision model's layers."""
     return config.hidden_size, config.intermediate_size
 
 
 def no_videos(*_: object) -> VideoRule:
-    """Raise ValueError: the family has no videos."""
+    """Raise ValueError, because the family doesn't support videos."""
     raise ValueError("its processor has none")
 
 
@@ -72,27 +72,25 @@ def no_videos(*_: object) -> VideoRule:
 class ReadyFamily:
     """A family of models of transformers' AutoModelForImageTextToText.
 
-    name: for messages; model_types: in config.json; vision, trunk: names of these parts in transformers' class;
-    connector: names of the connector's modules there, mapped to prefixes of their names here; tiles: from the complete
-    configuration, the settings of image processor and processor, and the tokenizer, returns a TileSpec, or raises
-    ValueError with the reason why such a model can't be trained; build_connector: from the complete configuration;
-    features: from the vision model, (N, 3, S, S) normalised pixels, and Batch.tower, returns connect's input; connect:
-    applies the connector, to (N, P, D), or (N, P, K * D) if K - 1 further features are added after the language model's
-    first layers; patch_embedding: returns the vision model's first layer; processed: from the complete configuration,
-    normalised pixels and the layouts of their images, returns the pixels in the form of the family's image processor,
-    without padding; outer_inputs: from the complete configuration, these pixels, the layouts, and (B, T) bool, True at
-    features, returns the arguments of transformers' forward; resample: Pillow's number of the filter, unless the
-    folder's files give it. build_tower: from the vision model's configuration; text_models: classes of language models
-    for which transformers has no causal language model, or none that keeps samples apart; has_image_blocks: True for a
-    complete configuration in which tokens of one image attend to each other (ImageBlocks); blocks_need_windows: only in
-    layers with a window; fed_layers: from the complete configuration, the number K - 1 of first layers after which
-    features are added, by default 0; casts_pixels: False if its vision model computes with fp32 pixels before its first
-    layer; videos: from the complete configuration, the tiling, the settings of image and video processor, and the
-    tokenizer, returns a VideoRule, or raises ValueError with the reason why its videos can't be read; beside: prefixes
-    of parts that images don't use; they are exported unchanged; prompt_mask: returns the attention_mask of
-    transformers' language model for prompts; is_flat: True if config.json may contain the language model's settings at
-    its top level; shrink, prompt_mask, tower_widths: see the functions of these names; boxes: the format of boxes and
-    points in its training.
+    name: used in messages. model_types: values in config.json. vision, trunk: names of the vision model and the
+    language model in transformers' class. connector: maps names of connector modules in that class to name prefixes in
+    this project. tiles: returns a TileSpec from the complete configuration, the settings of image processor and
+    processor, and the tokenizer; raises ValueError if such a model can't be trained. build_connector: takes the
+    complete configuration. features: maps vision model, normalised pixels (N, 3, S, S) and Batch.tower to the
+    connector's input. connect: applies the connector and returns (N, P, D), or (N, P, K * D) if the language model's
+    first K - 1 layers add features, too. patch_embedding: returns the vision model's first layer. processed: converts
+    normalised pixels, given the complete configuration and image layouts, to the unpadded output of the family's image
+    processor. outer_inputs: returns the arguments of transformers' forward from the complete configuration, such
+    pixels, layouts, and a mask (B, T) of feature positions. resample: Pillow's filter number, if the folder's files
+    have none. build_tower: takes the vision model's configuration. text_models: language model classes missing from
+    transformers, or whose versions there mix packed samples. has_image_blocks: returns True for a complete
+    configuration in which tokens of one image attend to each other (ImageBlocks). blocks_need_windows: True if they do
+    so only in layers with a window. fed_layers: returns K - 1 from the complete configuration. casts_pixels: False if
+    the vision model needs fp32 pixels. videos: returns a VideoRule from the complete configuration, the tiling, the
+    settings of image and video processor, and the tokenizer; raises ValueError if videos can't be read. beside:
+    prefixes of parts that images don't use, exported unchanged. is_flat: True if config.json may have the language
+    model's settings at its top level. shrink, prompt_mask, tower_widths: see the functions with these names. boxes: the
+    format of boxes and points that the family was trained with.
     """
 
     name: str
@@ -127,7 +125,7 @@ class ReadyFamily:
 
 @dataclass(frozen=True)
 class ReadyModel:
-    """A folder's family, and the configuration of the complete model."""
+    """The family of a model folder, and the configuration of the complete model."""
 
     family: ReadyFamily
     config: PreTrainedConfig
@@ -138,7 +136,7 @@ class ReadyModel:
 
 
 def expect(settings: dict, **values: object) -> None:
-    """Raise ValueError for a processor setting that is present with another value."""
+    """Raise ValueError if one of the settings is present with a value other than the expected one."""
     for name, value in values.items():
         found = settings.get(name)
         if found is not None and found != value:
@@ -154,7 +152,7 @@ def setting(settings: dict, name: str, default: int) -> int:
 
 
 def side_of(settings: dict, name: str, *keys: str) -> int:
-    """Return a side in pixels from a processor's settings, equal under all keys of `name`. Raises ValueError."""
+    """Return settings[name] in pixels if it has the same value under all keys. Raises ValueError otherwise."""
     value = settings.get(name)
     found = [value.get(key) for key in keys] if isinstance(value, dict) and set(value) == set(keys) else [None]
     if len(set(found)) != 1 or type(found[0]) is not int or not 1 <= found[0] <= 2**14:
@@ -163,14 +161,14 @@ def side_of(settings: dict, name: str, *keys: str) -> int:
 
 
 def token_of(tokenizer: PreTrainedTokenizerBase, token: object) -> str:
-    """Return the token. Raises ValueError if the tokenizer lacks it."""
+    """Return a token from a configuration. Raises ValueError if the tokenizer lacks it."""
     if not isinstance(token, str) or token not in tokenizer.get_vocab():
         raise ValueError(f"its tokenizer has no token {token!r}, but its processor writes it around images")
     return token
 
 
 def expect_frames(videos: dict, images: dict, **values: object) -> None:
-    """Raise ValueError for video processor settings that prepare the pixels of a frame and of an image differently."""
+    """Raise ValueError if the video processor's settings prepare frames differently from images."""
     expect(
         videos,
         **dict.fromkeys(("do_resize", "do_rescale", "do_convert_rgb"), True),
@@ -180,14 +178,14 @@ def expect_frames(videos: dict, images: dict, **values: object) -> None:
 
 
 def written_token(tokenizer: PreTrainedTokenizerBase, token: object) -> str:
-    """Return a token that the chat template writes for a video. Raises ValueError."""
+    """Return a video token. Raises ValueError if the tokenizer lacks it, or the chat template doesn't write it."""
     if token_of(tokenizer, token) not in str(tokenizer.chat_template):
         raise ValueError(f"its chat template writes no {token} for one")
     return token
 
 
 def chosen_frames(videos: dict) -> dict[str, float | None]:
-    """Return the choice of frames in a video processor's settings, as fields of a VideoRule. Raises ValueError."""
+    """Return how a video processor's settings choose frames, as VideoRule fields. Raises ValueError if invalid."""
     counts = {"most_frames": "max_frames", "num_frames": "num_frames"}
     return {"fps": positive(videos, "fps"), **{field: whole(videos, name) for field, name in counts.items()}}
 
@@ -201,7 +199,7 @@ def positive(settings: dict, name: str) -> float | None:
 
 
 def whole(settings: dict, name: str) -> int | None:
-    """Return a whole number in a processor's settings; None if it is missing. Raises ValueError."""
+    """Return a whole number in a processor's settings; None if missing. Raises ValueError for any other value."""
     value = positive(settings, name)
     if value is not None and value != int(value):
         raise ValueError(f"its processor says {name} {value!r}, expected a whole number")
@@ -209,7 +207,7 @@ def whole(settings: dict, name: str) -> int | None:
 
 
 def media_ids(config: PreTrainedConfig, layouts: Layouts) -> torch.Tensor:
-    """Return the token id of every feature of images and videos, (M,).
+    """Return the token ids (M,) of all image and video features.
 
     In models without a video token, frames use the image token.
     """
@@ -225,6 +223,6 @@ def media_types(layouts: Layouts, is_media: torch.Tensor) -> torch.Tensor:
 
 
 def _are_videos(layouts: Layouts) -> torch.Tensor:
-    """Return (M,) int64: 1 at features of videos."""
+    """Return (M,) int64: 1 at features of videos, 0 at features of images."""
     counts = torch.tensor([layout.num_tokens for layout in layouts], dtype=torch.int64)
     return torch.tensor([layout.is_video for layout in layouts], dtype=torch.int64).repeat_interleave(counts)

@@ -1,4 +1,4 @@
-"""Ready models have no flags of their own: the extension is loaded for a model's folder."""
+"""An empty flag section: this extension is loaded because of the model's folder, not because of a flag."""
 
 from dataclasses import dataclass
 

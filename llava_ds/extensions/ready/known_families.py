@@ -27,10 +27,10 @@ READY = {  # model_type in config.json: the file in families/, and the family's 
     "qwen3_5_moe": ("qwen3_5", "MIXTURE"),
 }
 
-# The extension that a ready model's language model needs.
+# Extensions that ready models need for their language models.
 NEEDED = dict.fromkeys(("qwen3_vl_moe", "qwen3_5_moe"), "mixtures")
 
-# transformers' ready models that people fine-tune, and the reason why this project can't.
+# Other vision-language models in transformers that people fine-tune, and why this project can't.
 NOT_YET = {
     **dict.fromkeys(("glm4v", "glm46v"), "its tower's positions are of an unknown kind"),
     "gemma3n": "its layers have several streams of hidden states",
@@ -49,6 +49,6 @@ def family_of(model_type: str) -> "ReadyFamily | None":
 
 
 def register_text_models(family: "ReadyFamily") -> None:
-    """Register a family's language models that transformers has no class for, or none that keeps samples apart."""
+    """Register a family's language model classes that transformers lacks, or that would mix packed samples there."""
     for model in family.text_models:
         AutoModelForCausalLM.register(model.config_class, model, exist_ok=True)

@@ -1,5 +1,5 @@
 # N tiles of S x S pixels, B prompts, T tokens, D width of the language model
-"""Arguments of transformers' class of a ready model, for this project's batches."""
+"""Convert this project's batches to arguments of transformers' class of a ready model."""
 
 import itertools
 
@@ -44,7 +44,7 @@ def first_inputs(
     if num_positions == ids.shape[1] and len(batch.placing.positions) == sum(one.num_tokens for one in layouts):
         return {"input_ids": ids, **family.outer_inputs(model.config, pixels, (), is_image)}
     inputs = {"inputs_embeds": embed(family, model, batch, pixels)}  # the last image may be truncated
-    if family.has_image_blocks(model.config):  # an image's tokens attend to each other
+    if family.has_image_blocks(model.config):  # transformers builds the mask of image tokens from this
         text = (~is_image[0, num_positions:]).nonzero()[:1, 0].tolist()
         num_positions = num_positions + text[0] if text else ids.shape[1]
         inputs["token_type_ids"] = is_image.long()
@@ -59,7 +59,7 @@ def _first_whole_images(
     pixels: torch.Tensor,
     num_positions: int,
 ) -> dict[str, torch.Tensor]:
-    """Return the arguments for a sample with images of any shape, up to the end of the last position's image."""
+    """Return the arguments for a sample with images of any shape. An image at the last position is included whole."""
     places = batch.placing.positions.tolist()
     ends = list(itertools.accumulate(layout.num_tokens for layout in layouts))
     starts = [0, *ends[:-1]]
@@ -104,8 +104,8 @@ def _prompts_of_whole_images(
 ) -> dict[str, torch.Tensor]:
     """Return the arguments for prompts with images of any shape.
 
-    These are training's ids and pixels and, with three axes, positions (4, B, T) with the text's first. transformers
-    merges the features, because its layers may need them again.
+    They contain ids and pixels as in training. With three axes, they also contain positions (4, B, T), text positions
+    first. transformers merges the features itself, because its layers may need them again.
     """
     config, device = model.config, batch.input_ids.device
     ids = batch.input_ids[0].index_copy(0, batch.placing.positions, media_ids(config, layouts).to(device))

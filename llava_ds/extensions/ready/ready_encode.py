@@ -19,7 +19,7 @@ from llava_ds.tokenizer import framing_ids
 
 
 class ReadyEncoder(Encoder):
-    """Encodes conversations to the ids of a ready model's processor, and labels by character offsets.
+    """Encodes conversations to the same ids as a ready model's processor. Character offsets give the labels.
 
     An image or video is replaced by its layout's text; one token represents several features.
     """
@@ -45,7 +45,7 @@ class ReadyEncoder(Encoder):
         self.image_ids = tuple(self.backend.token_to_id(token) for token in dict.fromkeys(tokens))
 
     def _template(self, has_videos: bool) -> str | None:
-        """Return the chat template of a conversation; None for the tokenizer's own."""
+        """Return a special chat template for conversations with videos; None to use the tokenizer's."""
         return self.video.template if has_videos and self.video is not None else None
 
     def _render(self, conversation: Transcript, features: Sequence[ImageText]) -> list[Segment]:
@@ -98,5 +98,5 @@ class ReadyEncoder(Encoder):
 
 
 def _kinds(features: Sequence[ImageText]) -> list[str]:
-    """Return the kind of every mark, as named in a chat template."""
+    """Return the kind of every image or video mark, in the words of a chat template."""
     return ["video" if mark.is_video else "image" for mark in features]

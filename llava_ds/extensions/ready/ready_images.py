@@ -1,4 +1,4 @@
-"""Image options of ready models: their own processors define how images and videos are prepared."""
+"""Prepare images and videos as a ready model's own processor does."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class ReadyImageOptions(TiledImageOptions):
     """Image options of a ready model.
 
-    has_image_blocks: the tokens of an image attend to each other; blocks_need_windows: only in layers with a window;
-    boxes: format of boxes and points; video: preparation of videos (both are left out of the fingerprint of data
-    without any); no_videos: why videos are not supported.
+    has_image_blocks: True if tokens of an image attend to each other. blocks_need_windows: True if they do so only in
+    layers with a window. boxes: format of boxes and points. video: preparation of videos. Neither changes the
+    fingerprint of data without boxes or videos. no_videos: why videos are not supported.
     """
 
     has_image_blocks: bool = False
@@ -44,7 +44,7 @@ class ReadyImageOptions(TiledImageOptions):
         return "only its processor decides sizes"
 
     def asking(self, kind: Literal["image", "frames", "video"], size: RequestedSize) -> ImageOptions | None:
-        """Return the options with cells for a size requested by a record; None for fixed-size tiles."""
+        """Return options that use the size requested by a record; None if tiles have a fixed size."""
         if kind == "image" and isinstance(self.tiling, CellTiling):
             return replace(self, tiling=replace(self.tiling, asked=size))
         if kind != "image" and self.video is not None and isinstance(self.video.frame, FrameCells):
@@ -83,7 +83,7 @@ class ReadyImageOptions(TiledImageOptions):
         return axes.tower_inputs([grid for layout in layouts for grid in layout.grids] or [Grid(1, 1)], self.tiling)
 
     def trunk_inputs(self, is_image: "torch.Tensor", cu_seqlens: "torch.Tensor") -> dict[str, object]:
-        """Return the blocks of image positions that attend to each other."""
+        """Return the language model's argument for blocks of image tokens that attend to each other."""
         from llava_ds.batch import ImageBlocks
 
         blocks = ImageBlocks.of(is_image, cu_seqlens) if self.has_image_blocks else None

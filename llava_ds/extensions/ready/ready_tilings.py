@@ -1,4 +1,4 @@
-"""Tilings of ready models' image processors: sizes, order, and the text that replaces an image. No pixels, no files."""
+"""Compute how ready models' processors tile an image, and the text that replaces it, without reading pixels."""
 
 import math
 from dataclasses import dataclass, field
@@ -24,17 +24,17 @@ class Tiles:
 
 
 class Cells(Tiles):
-    """Cells of an image that the tower encodes as a whole."""
+    """Cells of an image. The tower encodes all cells of an image together."""
 
     takes_whole_images: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class SplitTiling(Tiles):
-    """Tiles of Idefics3 and SmolVLM: the image scaled to a longest edge, then stretched to whole tiles; an overview.
+    """Tiles of Idefics3 and SmolVLM: scale to longest_edge, stretch to whole tiles, and append an overview.
 
-    side: of a tile in pixels; longest_edge: in pixels; splits: False to stretch every image to one tile; tokens:
-    image_token for a feature, around for marks around tiles, overview before the last tile. Source: transformers'
+    side: tile size in pixels. longest_edge: in pixels. splits: False to stretch every image to one tile. image_token:
+    token of a feature. around: token around tiles. overview: token before the overview. Source: transformers'
     Idefics3ImageProcessor and Idefics3Processor.
     """
 
@@ -74,11 +74,11 @@ class SplitTiling(Tiles):
 
 @dataclass(frozen=True)
 class CanvasTiling(Tiles):
-    """Tiles of InternVL: the image is stretched to the grid closest in shape; several tiles get an overview.
+    """Tiles of InternVL: stretch to the grid with the closest shape; append an overview if it has several tiles.
 
-    side: of a tile in pixels; least, most: tiles of a grid; splits: False to stretch every image to one tile; tokens:
-    image_token for a feature, start and end around an image.
-    Source: transformers' GotOcr2ImageProcessor and InternVLProcessor.
+    side: tile size in pixels. least, most: limits on tiles per grid. splits: False to stretch every image to one tile.
+    image_token: token of a feature. start, end: tokens around an image. Source: transformers' GotOcr2ImageProcessor and
+    InternVLProcessor.
     """
 
     side: int
@@ -100,7 +100,7 @@ class CanvasTiling(Tiles):
         return f"{self.start}{self.image_token * cut.num_tiles}{self.end}"
 
     def _grid(self, size: Size) -> tuple[int, int]:
-        """Return the grid closest to the image's shape; of equal ones the largest that it more than half fills."""
+        """Return the grid closest in shape; on ties, the largest of which the image fills more than half."""
         shape, pixels = size[0] / size[1], size[0] * size[1]
         best, smallest = (1, 1), math.inf
         for grid in _grids(self.least, self.most):
@@ -113,11 +113,10 @@ class CanvasTiling(Tiles):
 
 @dataclass(frozen=True)
 class SquareTiling(Tiles):
-    """The tile of Gemma 3: the image is stretched to a square. Two line breaks precede and follow its features.
+    """The tile of Gemma 3: stretch the image to a square. Two line breaks precede and follow its features.
 
-    side: of the tile in pixels; tokens: image_token for a feature, start and end around an image; the chat template
-    writes only the start token.
-    Source: transformers' Gemma3Processor, without pan and scan.
+    side: tile size in pixels. image_token: token of a feature. start, end: tokens around an image; the chat template
+    writes only the start token. Source: transformers' Gemma3Processor, without pan and scan.
     """
 
     side: int
@@ -142,7 +141,7 @@ class SquareTiling(Tiles):
 def cut_to_requested_size(
     asked: RequestedSize, size: Size, side: int, most: float, num_frames: int | None = None
 ) -> Cut:
-    """Return the cells of an image, or of num_frames frames, at a requested size. most: pixels."""
+    """Return the cells of an image, or of num_frames frames, at a requested size. most: maximum number of pixels."""
     if asked.resized is not None:
         return _cut_between(asked.resized, side, _LEAST_CELLS * side**2, _MOST_CELLS * side**2)
     cells = _LEAST_CELLS if num_frames is None else _LEAST_FRAME_CELLS
@@ -185,13 +184,12 @@ def _cut_between(size: Size, side: int, least: float, most: float) -> Cut:
 
 @dataclass(frozen=True)
 class CellTiling(Cells):
-    """Cells of Qwen-VL: the image at about its own size, in multiples of a cell's side; each cell is one feature.
+    """Cells of Qwen-VL: resize to multiples of a cell's side, near the original size. Each cell is one feature.
 
-    Its cells are this project's tiles. side: of a cell in pixels; merge: patches along a cell; least, most: pixels of
-    an image; image_token: for all features of an image; window: cells along an attention window of the tower; table:
-    positions along its learned table; both None for towers without. Positions in the language model have three axes.
-    asked: a size that replaces these limits.
-    Source: transformers' smart_resize and Qwen2VLProcessor.
+    side: cell size in pixels. merge: patches along a cell. least, most: limits on an image's pixels. image_token: token
+    that represents all features of an image. window: cells along one side of the tower's attention windows, or None.
+    table: positions along one side of the tower's learned position table, or None. asked: a size that replaces the
+    limits. Source: transformers' smart_resize and Qwen2VLProcessor.
     """
 
     side: int
@@ -217,12 +215,12 @@ class CellTiling(Cells):
 
 @dataclass(frozen=True)
 class FrameCells:
-    """Cells of a frame of Qwen-VL's videos; the number of frames limits its pixels.
+    """Cells of a frame in Qwen-VL's videos. The more frames, the fewer pixels each one may have.
 
-    side: of a cell in pixels; moment: consecutive frames per cell; least, most: pixels of a frame or, if in_all, of all
-    frames together; cap: features of a frame if in_all, else of a video, that limit `most` further
-    (cap_pixels_per_frame); image_token: for all features, start and end around it; asked: a size that replaces these
-    limits. Source: transformers' Qwen2VLVideoProcessor and Qwen3VLVideoProcessor.
+    side: cell size in pixels. moment: consecutive frames per cell. least, most: limits on the pixels of a frame or, if
+    in_all, of all frames together. cap: an additional limit on features per frame if in_all, otherwise per video
+    (cap_pixels_per_frame). image_token: token of all features. start, end: tokens around it. asked: a size that
+    replaces the limits. Source: transformers' Qwen2VLVideoProcessor and Qwen3VLVideoProcessor.
     """
 
     side: int
@@ -273,11 +271,11 @@ class FrameCells:
 
 @dataclass(frozen=True)
 class BudgetTiling(Cells):
-    """Cells of Gemma 4: the image in about its own shape, as large as the number of cells allows; a cell is a feature.
+    """Cells of Gemma 4: resize to the largest size within `most` cells, keeping the shape. A cell is a feature.
 
-    side: of a cell in pixels; merge: patches along a cell; most: cells of an image; tokens: image_token for all
-    features of an image, start and end around it.
-    Source: transformers' get_aspect_ratio_preserving_size and Gemma4Processor.
+    side: cell size in pixels. merge: patches along a cell. most: maximum cells per image. image_token: token of all
+    features of an image. start, end: tokens around it. Source: transformers' get_aspect_ratio_preserving_size and
+    Gemma4Processor.
     """
 
     side: int
@@ -293,7 +291,7 @@ class BudgetTiling(Cells):
     def cut(self, size: Size) -> Cut:
         """Return the cells of an image."""
         (width, height), patch = size, self.side // self.merge
-        # In patches, like transformers: rounding differently would give other sizes.
+        # Round in units of patches, like transformers, to get the same sizes.
         scale = math.sqrt(self.most * self.merge**2 * patch**2 / (width * height))
         across, down = (math.floor(scale * length / self.side) for length in size)
         if down == 0:

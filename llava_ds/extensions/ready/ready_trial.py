@@ -1,9 +1,9 @@
 # T tokens of all samples laid end to end, S supervised positions, N tiles, V vocabulary
-"""Trial of a ready model: a small random copy, packed by this program against single samples through transformers.
+"""Try a ready model: compare a small random copy on a pack with transformers' class on single samples.
 
-Never assumes that a ready model's family is computed as in transformers: packs that leak between samples, other
-positions or reordered features still train, to a worse model. The copy has the folder's own kinds of layers and its
-processors' inputs; logits, loss and every gradient are compared.
+Leaks between packed samples, wrong positions or reordered features raise no error, but train a worse model. So every
+ready model is tried before training. The copy has the same kinds of layers as the folder's model, and gets its
+processors' inputs. Logits, loss and every gradient are compared.
 """
 
 import copy
@@ -53,19 +53,19 @@ from llava_ds.model.open.probe import draw, small_copy
 from llava_ds.videos import Footage
 
 VERSION = 4  # raise it when the trial becomes stricter
-# Relative to the largest logit, to the loss, and to the norm of a gradient. In fp32 the same maths differ by 1e-6;
-# samples that see each other by more than 0.1.
+# Relative to the largest logit, to the loss, and to the norm of a gradient. In fp32, equal maths differ by about 1e-6,
+# and leaks between samples by more than 0.1.
 LOGITS, LOSS, GRADIENTS = 1e-4, 1e-5, 1e-3
-LEAST_NORM = 1e-4  # minimum of a gradient, relative to the largest: a tower's key biases have a true one of zero
-LEAST_PIXEL = 1e-5  # tolerance of a normalised pixel
-OWN_CODE = Path(__file__).parents[2]  # part of the cache key: the result depends on it
+LEAST_NORM = 1e-4  # minimum norm, relative to the largest: gradients of a tower's key biases are zero
+LEAST_PIXEL = 1e-5  # tolerated difference of a normalised pixel
+OWN_CODE = Path(__file__).parents[2]  # hashed for the cache key, because results depend on it
 
-# Packages that compute logits, ids and pixels.
+# Packages that affect logits, ids or pixels; their versions are part of the cache key.
 LIBRARIES = ("torch", "transformers", "tokenizers", "jinja2", "pillow", "numpy")
 
-CELLS_TIMES = 3  # factor for images of any size: wider than a window of the tower
-# Conversations: sizes of their images, with the number of frames for videos, and turns with marks. The last one is for
-# models with videos.
+CELLS_TIMES = 3  # enlarges images of any size beyond one attention window of the tower
+# Conversations: sizes of images, or size and number of frames for a video, and turns with marks. The last one is only
+# for models with videos.
 TALKS = (
     (((64, 20),), (("<image>\nWhat is this?", "A red cat."), ("And now?", "It runs."))),
     ((), (("How many are two?", "Two."),)),
@@ -78,8 +78,8 @@ Shown = Image.Image | list[Image.Image]  # an image, or a video's frames
 
 
 class Difference(NamedTuple):
-    """The largest differences: of a pixel, of a logit relative to the largest, of the loss, and of a gradient's norm,
-    with the parameter's name."""
+    """The largest differences of a pixel, a logit (relative to the largest logit), the loss, and a gradient (relative
+    to its norm), with the parameter's name."""
 
     pixels: float
     logits: float
@@ -88,7 +88,7 @@ class Difference(NamedTuple):
     parameter: str
 
     def line(self, name: str) -> str:
-        """Return a line for the start of a run."""
+        """Return a line with these differences, printed at the start of a run."""
         return (
             f"trial of {name}: pixels are its image processor's, and a pack differs from single samples through "
             f"transformers by {self.logits:.1e} (logits), {self.loss:.1e} (loss), {self.gradient:.1e} (gradients)"
@@ -110,9 +110,9 @@ class Difference(NamedTuple):
 
 
 def check_ready(plan: ModelPlan, images: ReadyImageOptions, cache_dir: str) -> str:
-    """Try a ready model's small copy, or find the result of the same trial in cache_dir. Returns a line.
+    """Try a ready model's small copy, unless cache_dir has this trial's result. Returns a line with the result.
 
-    Raises ConfigError with the figure if the copy is computed differently.
+    Raises ConfigError with the difference if it exceeds the tolerance.
     """
     path = plan.sources.vision_tower.path
     config = plan.architecture.config
@@ -123,7 +123,7 @@ def check_ready(plan: ModelPlan, images: ReadyImageOptions, cache_dir: str) -> s
     try:
         return f"{json.loads(known.read_text(encoding='utf-8'))['line']} (tried before)"
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # not tried yet, or the note was truncated
+        pass  # not tried yet, or the cached file was truncated
     difference = try_ready(plan, images, path)
     if problem := difference.problem():
         raise ConfigError(
@@ -143,7 +143,7 @@ def _processor_files(folder: Path) -> list[Path]:
 
 
 def _digest(files: list[Path]) -> str:
-    """Hash names and contents."""
+    """Hash the names and contents of files."""
     parts = ((file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files)
     return digest_of(part for pair in parts for part in pair)
 
@@ -192,14 +192,14 @@ def _tiles(one: Shown, images: ReadyImageOptions) -> torch.Tensor:
 
 
 def _random_frames(size: tuple[int, int], num_frames: int | None = None) -> Shown:
-    """Draw an image, or the frames of a video."""
+    """Return a random image, or the random frames of a video."""
     rng, shape = np.random.default_rng(size), (num_frames or 1, size[1], size[0], 3)
     frames = [Image.fromarray(frame) for frame in rng.integers(0, 256, shape, dtype=np.uint8)]
     return frames[0] if num_frames is None else frames
 
 
 def _image_processor(plan: ModelPlan, images: ReadyImageOptions):
-    """Open the image processor as transformers does from the model's folder; if flags change image sizes, from the
+    """Open the image processor from the model's folder with transformers. If flags change image sizes, open it from the
     files that the run will export."""
     source, options = (
         Path(plan.sources.vision_tower.path),
@@ -215,12 +215,12 @@ def _image_processor(plan: ModelPlan, images: ReadyImageOptions):
 
 
 def _compare_sizes(processor, images: ReadyImageOptions) -> None:
-    """Compare the numbers of patches of a small and a large image, derived from the pixel limits, without pixels.
+    """Compare the numbers of patches for two image sizes, one below and one above the pixel limits.
 
     Raises DataError if they differ.
     """
     if not isinstance(images.tiling, CellTiling):
-        return  # sizes that the images of the trial show
+        return  # the trial's images already compare such sizes
     side, merge = images.tiling.side, images.tiling.merge
     for width in (side, 2 * round(images.tiling.most**0.5)):
         size = width, 2 * width
@@ -234,12 +234,12 @@ def _compare_sizes(processor, images: ReadyImageOptions) -> None:
 
 
 def _pixels(processor, sample: LoadedSample, media: Sequence[Shown], plan: ModelPlan) -> torch.Tensor | None:
-    """Return the image processor's (N, 3, S, S), or its patches (P, numbers in a patch) without padding; None without
-    images.
+    """Return the image processor's output: pixels (N, 3, S, S), or patches (P, numbers per patch) without padding. None
+    without images.
 
     A video's frames are prepared by this program, because the processor needs a package for videos.
     """
-    options = {"crop_to_patches": True} if hasattr(processor, "crop_to_patches") else {}  # as InternVLProcessor does
+    options = {"crop_to_patches": True} if hasattr(processor, "crop_to_patches") else {}  # like InternVLProcessor
     parts = [
         _tiles_of(processor([one], return_tensors="pt", **options))
         if isinstance(one, Image.Image)
@@ -264,8 +264,8 @@ def _tiles_of(found: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSample], pixels: list) -> Difference:
-    """Compute the differences of a small copy."""
-    known = torch.cat([sample.input_ids for sample in samples]).unique()  # image features, IMAGE_TOKEN_INDEX, first
+    """Return the differences between a small copy in this program and in transformers."""
+    known = torch.cat([sample.input_ids for sample in samples]).unique()  # IMAGE_TOKEN_INDEX comes first
     samples = [_renumbered(sample, known) for sample in samples]
     ready, text = _small(plan, len(known) + 1)
     outer = ready.outer_class()._from_config(
@@ -306,14 +306,14 @@ def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSam
 
 
 def _small(plan: ModelPlan, vocab_size: int) -> tuple[ReadyModel, PreTrainedConfig]:
-    """Return the configurations of a small copy and of its language model. Token 0 is the image token."""
+    """Return a small copy's configuration, and its language model's. Token 0 is the image token."""
     vision: ReadyVision = plan.tower
     config = copy.deepcopy(vision.architecture.config)
     text = small_copy(plan.text_config, twice=vision.has_image_blocks)
     text.vocab_size = vocab_size
     if has_layer_embeddings(text):
         text.vocab_size_per_layer_input = vocab_size
-    text.pad_token_id = vocab_size - 1  # its row has no gradient, and samples never contain it
+    text.pad_token_id = vocab_size - 1  # this row gets no gradient, so it must not occur in samples
     config.text_config, config.image_token_id = text, 0
     if hasattr(config, "video_token_id"):
         config.video_token_id = vocab_size - 1
@@ -322,7 +322,7 @@ def _small(plan: ModelPlan, vocab_size: int) -> tuple[ReadyModel, PreTrainedConf
 
 
 def _renumbered(sample: LoadedSample, known: torch.Tensor) -> LoadedSample:
-    """Renumber a sample's ids from 1 on, so that the copy needs rows only for these."""
+    """Renumber a sample's ids by their index in `known`, so the copy needs embedding rows only for these ids."""
     ids = torch.searchsorted(known, sample.input_ids)
     labels = torch.where(sample.labels == IGNORE_INDEX, IGNORE_INDEX, torch.searchsorted(known, sample.labels))
     is_image = sample.input_ids == IMAGE_TOKEN_INDEX
@@ -332,8 +332,8 @@ def _renumbered(sample: LoadedSample, known: torch.Tensor) -> LoadedSample:
 def _one_by_one(
     outer: nn.Module, family: ReadyFamily, samples: list[LoadedSample], pixels: list[torch.Tensor | None]
 ) -> tuple[torch.Tensor, float, float]:
-    """Return transformers' logits (S, V) before all targets, the summed loss and the largest logit. Leaves the loss's
-    gradients in the parameters."""
+    """Return transformers' logits (S, V) for all targets, the summed loss and the largest absolute logit. Parameters'
+    .grad then holds the gradients of the loss."""
     found, total, largest = [], 0.0, 0.0
     for sample, shown in zip(samples, pixels):
         is_image = (sample.input_ids == IMAGE_TOKEN_INDEX)[None]
@@ -351,7 +351,7 @@ def _one_by_one(
 
 
 def _worst_gradient(model: LlavaModel, given: dict[str, nn.Parameter], names: ReadyNames) -> tuple[float, str]:
-    """Return the largest difference of a parameter's gradient relative to its norm, and the parameter."""
+    """Return the largest difference of a gradient, relative to the gradient's norm, and the parameter's name."""
     pairs = {name: (p.grad, given[names.from_part(name)].grad) for name, p in model.named_parameters()}
     missing = [name for name, (own, other) in pairs.items() if (own is None) != (other is None)]
     if missing:

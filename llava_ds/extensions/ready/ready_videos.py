@@ -1,4 +1,4 @@
-"""Preparation of videos by ready models' processors: tiles, times and text. No pixels, no files."""
+"""Compute how ready models' processors prepare a video (tiles, times and text) without reading pixels."""
 
 import math
 from dataclasses import dataclass, field
@@ -19,15 +19,15 @@ _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ni
 
 @dataclass(frozen=True)
 class VideoRule:
-    """A ready model's videos: the preparation of frames, and the text that replaces a video.
+    """How a ready model prepares the frames of a video, and the text that replaces the video.
 
-    token: written by the chat template for a video; frame: the tiles of a frame, and their text; moment: frames that
-    share tiles and text; stamp: text before every moment, with {number}, {seconds} and {timestamp}, or None if all
-    moments share one text; between: text between moments; intro: text at the beginning, with {frame_count}, in words,
-    and {video_duration}; outro: text at the end; tokens_per_second: positions in the language model per second of
-    video, None for one per moment; template: the chat template of conversations with videos, None for the tokenizer's;
-    processor: transformers' class; bound: name of most_frames in its settings; fps, most_frames, num_frames: frames per
-    second, the maximum per video, and the exact number per video, from its settings, or None.
+    token: the token that the chat template writes for a video. frame: tiling of a frame. moment: number of consecutive
+    frames that share tiles and text. stamp: text before every moment, with {number}, {seconds} and {timestamp}; None if
+    all moments share one text. between: text between moments. intro: text at the beginning, with {frame_count} (in
+    words) and {video_duration}. outro: text at the end. tokens_per_second: positions in the language model per second
+    of video; None for one per moment. template: chat template of conversations with videos; None for the tokenizer's.
+    processor: name of transformers' class. bound: key of most_frames in its settings. fps, most_frames, num_frames:
+    frames per second, maximum and exact number of frames, each None if not set.
     """
 
     token: str
@@ -50,9 +50,9 @@ class VideoRule:
         return self.frame.cut(size, num_frames) if isinstance(self.frame, FrameCells) else self.frame.cut(size)
 
     def timing(self, cut: Cut, indices: list[int], footage: Footage, span: int) -> Timing:
-        """Return moments and text of a video.
+        """Return a video's moments and the text that replaces the video.
 
-        indices: the frames used; span: number of the video's frames from the first usable one to the last.
+        indices: the frames used. span: number of frames from the first usable one to the last.
         """
         moments, interval = math.ceil(len(indices) / self.moment), 1.0
         seconds = self.moment / (len(indices) / span * footage.rate)
@@ -62,7 +62,7 @@ class VideoRule:
         return Timing(moments, seconds, interval, text, self.frame.image_token)
 
     def text(self, cut: Cut, times: list[float], duration: float) -> str:
-        """Return the text that replaces a video. times: of its moments; duration: of the video; in seconds."""
+        """Return the text that replaces a video. times: of each moment in s. duration: of the video in s."""
         shown = self.frame.text(cut)
         if self.stamp is None:
             return shown

@@ -1,5 +1,5 @@
 # N tiles, S side of a tile, C width of the tower, D width of the language model, P features of a tile
-"""A ready model's vision model and connector, as tower and projector."""
+"""Use a ready model's vision model and connector as tower and projector."""
 
 import copy
 import dataclasses
@@ -27,9 +27,9 @@ VALUE_RANGE = "llava_ds_image_value_range"  # key of --image_value_range in an e
 class ReadyVision:
     """The plan of a ready model's vision model and connector, used as a TowerPlan.
 
-    images: size and patch_size as in a TowerPlan, in features of the language model; tiles: their number and order;
-    resample: Pillow's number of the filter; video: preparation of videos, or None, and no_videos the reason;
-    value_range: --image_value_range of the run that exported the folder.
+    images: size and patch_size as in a TowerPlan, where a patch stands for one feature of the language model. tiles:
+    number and order of tiles. resample: Pillow's filter number. video: preparation of videos, or None; no_videos then
+    has the reason. value_range: --image_value_range of the run that exported the folder.
     """
 
     architecture: ReadyModel
@@ -49,7 +49,7 @@ class ReadyVision:
 
     @property
     def width(self) -> int:
-        """C, width of the vision model's features."""
+        """C, the width of the features that the vision model returns."""
         return self.architecture.family.tower_widths(self.config)[0]
 
     @property
@@ -59,12 +59,12 @@ class ReadyVision:
 
     @property
     def mlp_width(self) -> int:
-        """Width of the MLPs in these layers."""
+        """Width of the MLPs in the vision model's layers."""
         return self.architecture.family.tower_widths(self.config)[1]
 
     @property
     def num_layers(self) -> int:
-        """Number of layers that run: all."""
+        """Number of vision layers that run; ready models run all layers."""
         return self.config.num_hidden_layers
 
     @property
@@ -89,12 +89,12 @@ class ReadyVision:
 
     @property
     def blocks_need_windows(self) -> bool:
-        """True if they attend to each other only in layers with a window."""
+        """True if the tokens of an image attend to each other only in layers with a window."""
         return self.architecture.family.blocks_need_windows
 
     @property
     def fed_layers(self) -> int:
-        """Number of the language model's first layers after which further features are added."""
+        """Number of first layers of the language model after which image features are added again."""
         return self.architecture.family.fed_layers(self.architecture.config)
 
     @property
@@ -108,11 +108,11 @@ class ReadyVision:
         return self.tiles.patches // self.tiles.features
 
     def runs(self, name: str) -> bool:
-        """Return True for parameters of layers that run: all."""
+        """Return True, because all layers of a ready model's tower run."""
         return True
 
     def image_options(self, args: Arguments) -> ReadyImageOptions:
-        """Return the image preprocessing of the model's own processor."""
+        """Return options that prepare images like the model's own processor, limited by the flags."""
         images, data = self.images, args.data
         return ReadyImageOptions(
             images.size,
@@ -162,7 +162,7 @@ def _within(tiling: Tiling, data: DataArguments) -> Tiling:
 
 
 def frames_options(rule: VideoRule | None, args: Arguments) -> dict[str, object]:
-    """Return the options of choosing a video's frames: given flags, else the settings in the model's files."""
+    """Return the options for choosing a video's frames, from given flags or else from the model's files."""
     names = ("video_fps", "frames_upbound", "force_sample")
     found = {name: getattr(args.data, name) for name in names}
     if rule is not None:
@@ -223,7 +223,7 @@ def plan_vision(
 def plan_videos(
     ready: ReadyModel, tiling: Tiling, images: dict, processor: dict, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[VideoRule | None, str]:
-    """Return the VideoRule of a model's processor settings (arguments as in plan_vision); or None and the reason."""
+    """Return the VideoRule from a model's processor settings, or None and the reason. Arguments as in plan_vision."""
     settings = processor.get("video_processor") or {}
     try:
         return ready.family.videos(ready.config, tiling, images, settings, tokenizer), ""
@@ -257,7 +257,7 @@ class ReadyTower(nn.Module):
     def prompt_mask(
         self, config: PreTrainedConfig, embeds: torch.Tensor, mask: torch.Tensor, is_image: torch.Tensor
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Return the language model's mask of prompts (B, L), 0 at padding. is_image (B, L) bool."""
+        """Return the language model's attention mask for prompts. mask (B, L): 0 at padding. is_image (B, L) bool."""
         return self.plan.architecture.family.prompt_mask(config, embeds, mask, is_image)
 
 

@@ -41,7 +41,7 @@ TEMPLATE = (
 
 
 def main() -> None:
-    """Write model, mixture and questions."""
+    """Write the small model, the data mixture and the questions from command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
@@ -69,12 +69,12 @@ def scene_texts(scenes: Path) -> list[str]:
 
 
 def write_small_model(folder: Path, texts: list[str], seed: int) -> None:
-    """Write weights drawn from a seed, config.json, a tokenizer learned from texts, and the processor's files."""
+    """Write random weights from a seed, config.json, a tokenizer trained on texts, and the processor's files."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = learn_tokenizer(texts)
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(small_config(tokenizer))
-    with torch.no_grad():  # as large as the patches' embeddings: places are learned in half the steps
+    with torch.no_grad():  # scaled to the patch embeddings' size, so positions are learned in half the steps
         model.model.visual.pos_embed.weight.mul_(10)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -86,7 +86,7 @@ def write_small_model(folder: Path, texts: list[str], seed: int) -> None:
 
 
 def learn_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Learn byte-pair merges from texts, with Qwen's special tokens and Qwen3-VL's chat template."""
+    """Train a byte-pair tokenizer on texts, with Qwen's special tokens and Qwen3-VL's chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,8 +1,7 @@
-"""The folder of a ready model: its parts, and its tensors' names on disk and in memory.
+"""Open a ready model's folder, and map tensor names between disk, transformers' class and this project's parts.
 
-Names on disk are transformers' current names, or earlier ones that it converts at loading. In this
-project, a ready model has the parts vision_tower.tower.*, projector.connector.* and the language model under its own
-names.
+Names on disk are transformers' current names, or older ones that it converts when loading. In this project, a ready
+model has the parts vision_tower.tower.*, projector.connector.*, and the language model with its usual names.
 """
 
 import copy
@@ -48,7 +47,7 @@ class ReadyNames:
         return in_memory.startswith(self._beside)
 
     def is_unchanged(self, on_disk: str) -> bool:
-        """Return True for tensors of transformers' class that never train: buffers, and parts that images don't use."""
+        """Return True for buffers of transformers' class and for parts that images don't use: neither is trained."""
         in_memory = self.to_memory(on_disk)
         return in_memory is not None and (in_memory in self.buffers or self.is_unused_part(in_memory))
 
@@ -57,7 +56,7 @@ class ReadyNames:
         return self._known.get(on_disk)
 
     def part_of(self, in_memory: str) -> tuple[str, str] | None:
-        """Return the part of a name in memory, and the name within that part."""
+        """Split a name in memory into the part that holds the tensor, and the tensor's name in that part."""
         for prefix, (part, inner) in self._prefixes.items():
             if in_memory.startswith(prefix):
                 return part, inner + in_memory.removeprefix(prefix)
@@ -82,8 +81,9 @@ class ReadyNames:
 class _OuterNames(NamedTuple):
     """Names of a complete model.
 
-    in_memory: all; known: names in memory by every possible name on disk; ends: its embedding and output layer;
-    is_tied: True if its class ties them; buffers: the buffers among in_memory.
+    in_memory: names of all tensors in transformers' class. known: maps every possible name on disk to the name in
+    memory. ends: names of embedding and output layer. is_tied: True if the class ties these two. buffers: names of
+    buffers.
     """
 
     in_memory: tuple[str, ...]
@@ -114,7 +114,7 @@ def _outer_names(model_type: str, config_json: str) -> _OuterNames:
 
 @cache
 def _ends_differ(path: str, embedding: str, output: str) -> bool:
-    """Return True if a folder's embedding and output layer, by their names on disk, have different numbers."""
+    """Return True if the values of the stored embedding and output layer differ. embedding, output: names on disk."""
     files = WeightFiles(path, {embedding: embedding, output: output}.get)
     found = dict(files.read((embedding, output)))
     return not torch.equal(found[embedding], found[output])
@@ -137,7 +137,7 @@ def read_ready(
     ready = ReadyModel(family, whole)
     with library_errors(where, "transformers can't read its config.json"):
         names = ReadyNames(ready, text)
-    if names.is_tied:  # like transformers: weights that are stored twice and differ stay untied
+    if names.is_tied:  # like transformers: don't tie weights that are stored twice with different values
         on_disk = {names.to_memory(name): name for name in tensor_names(path)}
         ends = [on_disk.get(end) for end in names.ends]
         names.is_tied = None in ends or not _ends_differ(path, *ends)
@@ -157,7 +157,7 @@ def read_ready(
 
 
 def names_in_folder(names: ReadyNames, on_disk: Iterable[str]) -> dict[str, str]:
-    """Map this project's names in the complete model to the names in a folder; of two spellings the first."""
+    """Map this project's tensor names to the names in a folder. If two names fit, the first one wins."""
     found: dict[str, str] = {}
     for name in on_disk:
         in_memory = names.to_memory(name)
@@ -168,6 +168,6 @@ def names_in_folder(names: ReadyNames, on_disk: Iterable[str]) -> dict[str, str]
 
 
 def but_output(rename: Callable[[str], str | None], on_disk: str) -> str | None:
-    """Rename a language model's tensor, but not a tied output layer's."""
+    """Rename a language model's tensor; return None for a tied output layer that has no tensor here."""
     name = rename(on_disk)
     return None if name == "lm_head.weight" else name

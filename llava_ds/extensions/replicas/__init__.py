@@ -1,1 +1,1 @@
-"""A regular comparison of the ranks' copies of the weights."""
+"""Regularly check that all ranks have equal copies of the weights."""

@@ -1,10 +1,10 @@
-"""The comparison of copies in a run: every few steps, before the step's weights are evaluated or saved."""
+"""Register the check of weight copies: every few steps, before weights are evaluated or saved."""
 
 from llava_ds.extensions.base import Extension, Hook, Phase, StepEnd
 
 
 class Compare(Hook):
-    """Ends the run when copies differ."""
+    """Ends the run if ranks' copies of a weight differ."""
 
     def after_step(self, end: StepEnd) -> None:
         session, every = self.session, self.session.plan.args.own["replicas"].check_divergence_steps

@@ -1,4 +1,4 @@
-"""A check that all ranks' copies of a parameter are equal, bit for bit."""
+"""Check that all ranks' copies of a parameter are equal, bit for bit."""
 
 from collections import Counter, defaultdict
 
@@ -10,15 +10,15 @@ from llava_ds.model.open.loading import bit_sum
 from llava_ds.runtime.ranks import Ranks, gather
 from llava_ds.runtime.waiting import waiting
 
-MOST_NAMED = 4  # parameters
+MOST_NAMED = 4  # maximum number of parameters named in a message
 
 
 def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks) -> None:
     """Raise DataError on every rank if copies of a parameter differ. Collective.
 
-    At ZeRO 0 to 2 every parameter is compared. At ZeRO-3 only the small ones that stay gathered are; their copies are
-    rebuilt from shards after every step. every: number of steps between checks. Reads every weight once, and
-    waits for the device.
+    At ZeRO 0 to 2 every parameter is compared. At ZeRO-3, only small ones that stay gathered are compared; their copies
+    are rebuilt from shards after every step. every: number of steps between checks. Reads every weight once, and waits
+    for the device.
     """
     everyone = gather(replica_sums(model), ranks)
     if wrong := _odd_ones(everyone):
@@ -37,7 +37,7 @@ def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks) 
 
 
 def _odd_ones(everyone: list[dict[tuple[str, Slice], int]]) -> dict[int, list[str]]:
-    """Return, by rank, the parameters whose sums differ from those of most ranks with the same slice."""
+    """Return, by rank, the parameters whose sum differs from that of most ranks with the same slice."""
     counts: dict[tuple[str, Slice], Counter[int]] = defaultdict(Counter)
     for sums in everyone:
         for part, value in sums.items():
@@ -48,9 +48,9 @@ def _odd_ones(everyone: list[dict[tuple[str, Slice], int]]) -> dict[int, list[st
 
 
 def replica_sums(model: torch.nn.Module) -> dict[tuple[str, Slice], int]:
-    """Return the sum of every parameter's bits, read as whole numbers, by its name in the complete model and its slice.
+    """Return each parameter's sum of bits, read as integers, keyed by its name in the complete model and its slice.
 
-    Covers the parameters that this rank holds in full, apart from ZeRO-3's shards.
+    Leaves out parameters of which this rank holds only a ZeRO-3 shard.
     """
     shares = placement_of(model).held(model).items()
     held = {(share.name, share.slice): p for p, share in shares if p.numel() and not _is_partitioned(p)}
@@ -62,5 +62,5 @@ def replica_sums(model: torch.nn.Module) -> dict[tuple[str, Slice], int]:
 
 
 def _is_partitioned(parameter: torch.nn.Parameter) -> bool:
-    """Return True if ZeRO-3 holds it in shards; below its persistence threshold, it is gathered after every step."""
+    """Return True if ZeRO-3 shards it. Parameters below the persistence threshold are gathered after every step."""
     return hasattr(parameter, "ds_id") and not parameter.ds_persist

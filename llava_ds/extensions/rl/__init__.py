@@ -1,1 +1,1 @@
-"""Reinforcement learning: the model generates answers, and rewards judge them. GRPO, and PPO with a critic."""
+"""Reinforcement learning with GRPO, RLOO or PPO: the model trains on its own answers, judged by rewards."""

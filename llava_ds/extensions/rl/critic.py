@@ -17,9 +17,9 @@ FLAG = "--critic_model_name_or_path"
 
 
 def plan_critic(args: Arguments, actor: ModelPlan, images: ImageOptions) -> FrozenPlan:
-    """Plan the critic's initial model: that of the actor, unless a flag names another.
+    """Plan the critic's initial model: the actor's initial model, unless a flag names another.
 
-    actor, images: the answering model's plan and image options. Raises ConfigError if the critic reads other ones.
+    actor, images: the actor's plan and image options. Raises ConfigError if the critic's tokens or images differ.
     """
     path, plan = args.own["rl"].critic_model_name_or_path, FrozenPlan(actor, args.model, images)
     if path is not None:
@@ -30,7 +30,7 @@ def plan_critic(args: Arguments, actor: ModelPlan, images: ImageOptions) -> Froz
 def add_critic(model: LlavaModel, plan: FrozenPlan, resolved: ResolvedConfig, args: Arguments, ranks: Ranks) -> None:
     """Build the critic and make it the actor's child. Collective.
 
-    It trains the same parts as the actor, and its value head; its output layer, unused for values, does not train.
+    The critic trains the same parts as the actor, and its value head. Its unused output layer stays frozen.
     """
     print_first("the critic:")
     critic = build_model(plan.model, plan.args, resolved.config, resolved.dtype, args.training.seed, ranks)

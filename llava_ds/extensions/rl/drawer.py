@@ -1,5 +1,5 @@
 # G answers to a prompt
-"""Prompts and answers, and the interface of extensions that sample answers in their own way."""
+"""Define prompts, answers of several turns, and the interface of extensions that generate answers themselves."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from llava_ds.train.evaluating.sampling import Answer, DrawRules, with_answer
 
 @dataclass(frozen=True)
 class RolloutPrompt:
-    """A sample up to its last answer. text: the question, as rewards see it; reference: the record's answer; columns:
+    """A sample up to its last answer. text: the question passed to rewards. reference: the record's answer. columns:
     the record's other columns."""
 
     index: int
@@ -29,9 +29,9 @@ class RolloutPrompt:
 class Episode(Answer):
     """An answer of several turns, with an environment's texts and images between the model's tokens.
 
-    ids, log_probs: the model's tokens only; tokens: all tokens after the prompt; digests: hashes of the images among
-    them; sample: prompt and all tokens, supervised at the ids; text: the last turn, which rewards judge; columns:
-    additional columns for rewards; reward: the environment's reward, or nan; shown: all turns, for the log.
+    ids, log_probs: only of tokens that the model generated. tokens: all tokens after the prompt. digests: hashes of
+    their images. sample: prompt and all tokens, supervised at `ids`. text: the last turn, judged by rewards. columns:
+    additional columns for rewards. reward: from the environment, or nan. shown: text of all turns for the log.
     """
 
     tokens: tuple[int, ...]
@@ -44,23 +44,23 @@ class Episode(Answer):
 
 
 class Drawer:
-    """Generates the answers of a run. An extension's plan of this class (Plan.own) is used instead of draw_answers.
+    """Generates the answers of a run. If an extension's plan in Plan.own is a Drawer, it replaces draw_answers.
 
-    columns: columns that its episodes add for reward functions; reward: the environment's additional reward.
+    columns: names of columns that episodes add for reward functions. reward: the environment's additional reward.
     """
 
     columns: ClassVar[tuple[str, ...]] = ()
     reward: Reward
 
     def try_out(self, asked: RolloutPrompt, rules: DrawRules) -> None:
-        """Try a prompt with its reference as the answer, before the model is built. Raises DataError."""
+        """Try a prompt with its reference as the answer, before the model is built. Raises DataError if it fails."""
 
     def draw(
         self, model: LlavaModel, prompts: list[RolloutPrompt], seeds: list[tuple[int, ...]], rules: DrawRules
     ) -> list[tuple[RolloutPrompt, list[Episode]]]:
-        """Generate num_answers episodes for every prompt. Also returns each prompt as it was asked. Not collective.
+        """Generate num_answers episodes per prompt; also returns each prompt as the model got it. Not collective.
 
-        seeds: for each prompt, the numbers that seed all of its randomness. Raises DataError.
+        seeds: per prompt, the numbers that seed all of its randomness. Raises DataError if the environment fails.
         """
         raise NotImplementedError
 

@@ -1,5 +1,5 @@
 # S supervised positions, D width of the language model, V vocabulary
-"""Log-probabilities of tokens and entropies of their distributions, from one chunk of logits at a time."""
+"""Compute log-probabilities of tokens and entropies of their distributions, one chunk of logits at a time."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ STEEPEST = 8.0
 def log_probs_and_entropies(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the targets under hidden @ weight.T, and entropies in nats: (S,) float64 each.
+    """Return log-probabilities of targets under hidden @ weight.T, and entropies in nats: (S,) float64 each.
 
     Shapes, precision and memory are as in linear_log_probs.
     """
@@ -54,7 +54,7 @@ class _WithEntropy(torch.autograd.Function):
         hidden, weight, targets = ctx.saved_tensors
         rows, used = chunk_rows(len(weight), hidden.device.type), weight.to(hidden.dtype)
         gradients = LogitGradients(hidden, used, *ctx.needs_input_grad[:2])
-        # Scale the gradients of logits to at most 1, so that they stay in float16's range.
+        # Scale the gradients of logits to at most 1 to stay in float16's range.
         steep = by_log_probs.abs() + STEEPEST * by_entropies.abs()
         largest = steep.amax().clamp(min=torch.finfo(torch.float32).tiny) if len(steep) else 1.0
         scale = FLOAT16_SCALE if gradients.in_float16 else 1.0

@@ -1,4 +1,4 @@
-"""The reinforcement-learning extension: judging models and rewards, objectives, and the generation of answers."""
+"""Register reinforcement learning: rewards and judging models, objectives, and the generation of answers."""
 
 from functools import partial
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from llava_ds.train.plan import Plan, PlanDraft
 
 
 class Judges(NamedTuple):
-    """Judges of answers. rewards: those of --reward_funcs and the reward model's; critic: PPO's."""
+    """Judges of answers. rewards: from --reward_funcs and the reward model. critic: plan of PPO's critic, or None."""
 
     rewards: tuple[Reward, ...]
     reward_model: FrozenPlan | None
@@ -43,7 +43,7 @@ def plan_judges(draft: PlanDraft) -> Judges:
 
 
 def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Objective:
-    """Return GRPO or PPO, instead of the plain objective."""
+    """Return GRPO or PPO to replace the plain objective."""
     own = plan.args.own["rl"]
     if plan.args.training.objective == "ppo":
         loss = ActorCriticLoss(own.cliprange, own.cliprange_value, own.vf_coef, own.temperature)
@@ -56,7 +56,7 @@ def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Objective:
         epsilon=own.epsilon,
         epsilon_high=own.epsilon if own.epsilon_high is None else own.epsilon_high,
         importance_sampling_level=own.importance_sampling_level,
-        beta=0.0 if own.loss_type == "rloo" else own.beta,  # RLOO subtracts the distance from the rewards
+        beta=0.0 if own.loss_type == "rloo" else own.beta,  # RLOO subtracts the KL distance from the rewards instead
         corrects_kl=own.use_bias_correction_kl,
         temperature=own.temperature,
         loss_type=own.loss_type,

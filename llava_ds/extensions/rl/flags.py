@@ -1,4 +1,4 @@
-"""Flags of reinforcement learning: shared by both objectives, then per objective."""
+"""Flags of reinforcement learning: first those of both objectives, then GRPO's and PPO's."""
 
 import re
 from collections.abc import Iterator
@@ -197,7 +197,7 @@ class Flags(ExtensionFlags):
     zeros: ClassVar = {"max_resample_times": "--dynamic_sample False tries no other prompt"}
 
     def traits(self, objective: str) -> ObjectiveTraits | None:
-        """Return the traits: both objectives generate their answers."""
+        """Return the traits of GRPO or PPO. Both generate their answers. None for other objectives."""
         if objective not in ("grpo", "ppo"):
             return None
         needs = {
@@ -211,14 +211,14 @@ class Flags(ExtensionFlags):
         return ObjectiveTraits(
             one_answer=True,
             draws=True,
-            other_columns=":" in (self.reward_funcs or ""),  # a reward function in a file may take them
+            other_columns=":" in (self.reward_funcs or ""),  # a reward function in a user's file may take other columns
             second_model=objective == "ppo",
             learning_rate=rate,
             needs=needs,
         )
 
     def drawing(self, args: "Arguments") -> Drawing | None:
-        """Describe what a step generates, and count the frozen models that run on it."""
+        """Describe what a step generates, and count the frozen models that judge it."""
         training = args.training
         if self.traits(training.objective) is None:
             return None
@@ -235,7 +235,7 @@ class Flags(ExtensionFlags):
         )
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """Yield missing and conflicting flags."""
+        """Yield a line for every missing or conflicting flag."""
         data, training = args.data, args.training
         has_others = any(flags.judges for flags in args.own.values())
         if self.reward_funcs is None and self.reward_model_name_or_path is None and not has_others:

@@ -1,8 +1,8 @@
-# P prompts of a rank in a step, G answers to each, A distinct answers that train, S their tokens
+# P prompts of a rank in a step, G answers per prompt, A distinct trained answers, S their tokens
 """Turn rewarded answers into micro-batches: compute advantages, weight every token, and pack.
 
-Equal answers to a prompt with the same advantage are computed once, weighted by their number. Answers of groups with
-equal rewards have no advantage; they are left out unless a reference model or an entropy bonus is used.
+Identical answers to a prompt are computed once and weighted by their number. If all rewards of a group are equal, its
+answers have no advantage, and are left out unless a reference model or an entropy bonus is used.
 """
 
 import sys
@@ -30,7 +30,7 @@ from llava_ds.train.evaluating.sampling import Answer, packs_of_rank
 class Group:
     """The answers to one prompt.
 
-    by_function (functions, G): rewards, nan where a function does not apply; rewards (G,): weighted sums without nan.
+    by_function (functions, G): rewards, nan if a function does not apply. rewards (G,): weighted sums that skip nan.
     """
 
     prompt: RolloutPrompt
@@ -43,8 +43,8 @@ class Group:
 class TrainedAnswer:
     """A trained answer with its prompt.
 
-    times: how often it was generated with this score (Drawn.scores); shares: True if its prompt is already computed
-    for an earlier answer in the pack.
+    times: how often the answer was generated with this score (see Drawn.scores). shares: True if an earlier answer in
+    the pack already computes this prompt.
     """
 
     prompt: RolloutPrompt
@@ -55,22 +55,22 @@ class TrainedAnswer:
 
     @property
     def sample(self) -> LoadedSample:
-        """Prompt and supervised answer. Answers to one prompt share its images."""
+        """The prompt followed by the supervised answer. Answers to one prompt share its images."""
         prompt = self.prompt.sample
         return replace(whole_sample(prompt, self.answer), shared=len(prompt.input_ids) * self.shares)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in the pack."""
+        """Number of tokens that this answer adds to a pack."""
         sample = self.sample
         return len(sample.input_ids) - sample.shared
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Numbers of a step over all ranks.
+    """Totals of a step over all ranks.
 
-    tokens: of the answers whose loss counts, with or without an advantage; spread: standard deviation of all rewards.
+    tokens: of all answers that the loss counts, also those without an advantage. spread: std of all rewards.
     """
 
     prompts: float
@@ -97,7 +97,7 @@ def trained_answers(groups: list[Group], totals: StepTotals, flags: Flags) -> li
         rewards = torch.from_numpy(group.rewards)[None]
         advantages = advantages_of(rewards, scale, totals.spread)[0].tolist()
         if has_no_signal(group):
-            advantages = [0.0] * len(advantages)  # not the rounding error of the mean
+            advantages = [0.0] * len(advantages)  # exactly 0, without the mean's rounding error
         found.append(
             [
                 one
@@ -110,20 +110,20 @@ def trained_answers(groups: list[Group], totals: StepTotals, flags: Flags) -> li
 
 
 def distinct_answers(group: Group, scores: list[float]) -> list[TrainedAnswer]:
-    """Return the answers of a group, each distinct (answer, score) once."""
+    """Return every distinct (answer, score) pair of a group once."""
     times = Counter(zip(group.answers, scores))
     return [TrainedAnswer(group.prompt, answer, score, number) for (answer, score), number in times.items()]
 
 
 def has_no_signal(group: Group) -> bool:
-    """Return True if all answers have the same reward."""
+    """Return True if all answers of the group have the same reward, so that all advantages are 0."""
     return bool((group.rewards == group.rewards[0]).all())
 
 
 def pack(units: list[list[TrainedAnswer]], packing: Packing, shares: bool) -> list[list[TrainedAnswer]]:
     """Pack this rank's answers into micro-batches. A prompt's answers stay together, or in as few packs as possible.
 
-    Packs are limited by tokens if a limit is set, else by the number of prompts. shares: answers share their prompt.
+    A token limit bounds packs if it is set, otherwise the number of prompts. shares: True if answers share prompts.
     """
     most = packing.tokens_per_micro_batch or sys.maxsize
     parts: list[list[TrainedAnswer]] = []
@@ -145,7 +145,7 @@ def policy_batch(
 ) -> MicroBatch:
     """Collate answers into a micro-batch, with every token's weight in the step's loss.
 
-    trained_tokens: over all ranks, each answer counted as often as it was generated.
+    trained_tokens: trained tokens of all ranks, with each answer counted as often as it was generated.
     """
     samples = [one.sample for one in answers]
     plain = collate(samples, options)
@@ -178,8 +178,8 @@ def metrics_of(
 ) -> dict[str, torch.Tensor]:
     """Return metrics by TRL's names: means over a prompt's answers, summed over prompts. Collective.
 
-    A user's reward may apply to the answers of some prompts only. Its sum is scaled up to all prompts, because every
-    metric is later divided by their number.
+    A reward function may apply to some prompts only. Its sum is scaled up to all prompts, because every metric is later
+    divided by the number of prompts.
     """
 
     def total(values) -> torch.Tensor:
@@ -200,7 +200,7 @@ def metrics_of(
         "frac_reward_zero_std": total(has_no_signal(group) for group in groups),
         "completions/mean_length": total(np.mean(each) for each in lengths),
         "completions/clipped_ratio": total(np.mean([not one.ended for one in group.answers]) for group in groups),
-        # A mean over a group's tokens; the others are means over its answers.
+        # This metric is a mean over a group's tokens; all others are means over its answers.
         "entropy": total(sum(a.entropy for a in g.answers) / sum(each) for g, each in zip(groups, lengths)),
         **{name: total(values) * scale for (name, values), scale in zip(means.items(), scales)},
     }

@@ -14,10 +14,10 @@ from llava_ds.model.open.value_head import Values
 
 
 class Valued(NamedTuple):
-    """The critic's numbers of a micro-batch: Batch.extra["valued"]. Drawn.old is never None with them.
+    """The critic's numbers of a micro-batch, stored in Batch.extra["valued"]. Requires Drawn.old.
 
-    values (S,) float64: estimated before the step's updates, at the position before each token; returns (S,) float64:
-    the critic's targets; advantages (S,) float64.
+    All are (S,) float64. values: the critic's estimate before the step's updates, at the position before each token.
+    returns: the critic's targets. advantages: of the tokens.
     """
 
     values: torch.Tensor
@@ -29,9 +29,9 @@ class Valued(NamedTuple):
 class ActorCriticLoss:
     """Settings of every token's loss.
 
-    cliprange: clipping range of the ratio of new to old probability; cliprange_value: clipping range of a value around
-    the old one; vf_coef: weight of the critic's loss; temperature: of the generation. Sources: PPO (arXiv 1707.06347);
-    names and conventions are those of TRL's PPOTrainer and of DeepSpeed-Chat.
+    cliprange: clipping range of the ratio of new to old probability. cliprange_value: clipping range of a new value
+    around the old value. vf_coef: weight of the critic's loss. temperature: of the generation. Sources: PPO (arXiv
+    1707.06347); names and conventions follow TRL's PPOTrainer and DeepSpeed-Chat.
     """
 
     cliprange: float = 0.2
@@ -45,13 +45,13 @@ class ActorCritic(LogProbs):
     """The actor's log-probability of every target, (S,) float64, and the critic's value before it, (S,) float32."""
 
     def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both."""
+        """Return log-probabilities and values."""
         return super().__call__(model, hidden, batch), model.critic(batch, Values())
 
 
 @dataclass(frozen=True)
 class PPO(GRPO):
-    """Clipped policy gradient over generated answers, with a critic that trains as well; see ActorCriticLoss."""
+    """Clipped policy gradient over generated answers, trained together with a critic; see ActorCriticLoss."""
 
     loss: ActorCriticLoss
     probe = ActorCritic()
@@ -75,7 +75,7 @@ class PPO(GRPO):
         return (actor + self.loss.vf_coef * critic) * drawn.weights, metrics
 
     def _value_losses(self, values: torch.Tensor, old: Valued) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the critic's loss of every token (S,), and a mask of clipped values; they have no gradient."""
+        """Return the critic's loss (S,) per token, and a mask (S,) of clipped values that get no gradient."""
         reach = self.loss.cliprange_value
         clipped = old.values + (values - old.values).clamp(-reach, reach)
         plain, bounded = (values - old.returns) ** 2, (clipped - old.returns) ** 2
@@ -85,7 +85,7 @@ class PPO(GRPO):
 def token_rewards(batch: Batch, kl_ctl: float) -> torch.Tensor:
     """Return the reward of every token, (S,): a KL penalty per token, plus the score at the answer's last token.
 
-    Drawn.old is required, and Drawn.frozen unless kl_ctl is 0.
+    Requires Drawn.old, and also Drawn.frozen unless kl_ctl is 0.
     """
     drawn: Drawn = batch.extra["drawn"]
     rewards = torch.zeros_like(drawn.old) if kl_ctl == 0 else -kl_ctl * (drawn.old - drawn.frozen)

@@ -1,4 +1,4 @@
-"""The report's section on generated answers, with their images and rewards."""
+"""Add a section on generated answers, with images and rewards, to the report."""
 
 from pathlib import Path
 
@@ -12,18 +12,18 @@ MOST_STEPS, MOST_ANSWERS = 8, 6
 
 
 class Report(ReportPart):
-    """The report's section on generated answers."""
+    """Builds the report's section on generated answers."""
 
     def __init__(self, run: RunFiles) -> None:
         self.blocks = run.blocks_of("rollouts.jsonl", rewarded_answers)
 
     def sections(self) -> dict[str, list[Block]]:
-        """Return the cards of the prompts."""
+        """Return the section: cards with the answers to some prompts."""
         return {"Rewarded answers": self.blocks}
 
 
 def rewarded_answers(rows: list[dict], output_dir: Path) -> list[Block]:
-    """Build cards of the answers to one prompt, for some steps.
+    """Build cards for some steps, each with one prompt and its answers.
 
     rows: of rollouts.jsonl; relative image paths are below output_dir.
     """
@@ -50,7 +50,7 @@ def _card(row: dict, output_dir: Path) -> dict[str, object]:
 
 
 def _line(answer: dict) -> tuple[str, object]:
-    """Return an answer's label, its reward and count, and its text."""
+    """Return an answer's label (reward and count) and its text."""
     reward, times = answer.get("reward"), answer.get("times")
     label = f"{reward:.2f}" if is_number(reward) else "?"
     return f"{label} × {times}" if is_number(times) and times > 1 else label, str(answer.get("text", ""))

@@ -1,4 +1,4 @@
-"""Rewards of answers: functions of this module by name, and functions of a Python file that the user trusts."""
+"""Reward answers with functions of this module, by name, or with functions in a Python file of the user."""
 
 import math
 import re
@@ -10,10 +10,10 @@ from llava_ds.data.collate import LoadedSample
 from llava_ds.files.python_function import function_of_file
 from llava_ds.second_models.frozen import Scorer
 
-MODEL_REWARD = "reward_model"  # its name in the log
+MODEL_REWARD = "reward_model"  # the reward model's name in the log
 _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 NUMBER_WORDS = {word: i for i, word in enumerate(_WORDS)}
-LONG_SHARE = 0.8  # fraction of the longest answer: longer answers lose reward, 1 at the longest
+LONG_SHARE = 0.8  # answers longer than this fraction of the maximum length lose reward, up to 1
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _FORMAT = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
@@ -25,11 +25,11 @@ _BOX = re.compile(rf"[\[(]{_COORDINATE},{_COORDINATE},{_COORDINATE},{_COORDINATE
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer as rewards see it.
+    """An answer, with all that reward functions may use.
 
-    reference: the record's answer; tokens: length of the answer, at most max_tokens; sample: prompt and answer as
-    tokens, with the images; columns: the record's other columns; punished: number of the last tokens before max_tokens
-    that cost reward; own: a reward that comes with the answer, or nan.
+    reference: the record's answer. tokens: length of the answer, at most max_tokens. sample: prompt and answer as
+    tokens, with the images. columns: the record's other columns. punished: number of last tokens before max_tokens that
+    cost reward. own: a reward from the environment, or nan.
     """
 
     prompt: str
@@ -50,13 +50,13 @@ def exact(one: Completion) -> float:
 
 
 def numeric(one: Completion) -> float:
-    """Return 1 if the last numbers of answer and reference are equal, in digits or as words up to ten."""
+    """Return 1 if the last numbers in answer and reference are equal (digits, or number words up to ten)."""
     found, wanted = (last_number(final_answer(text)) for text in (one.text, one.reference))
     return float(found is not None and wanted is not None and math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-9))
 
 
 def choice(one: Completion) -> float:
-    """Return 1 if answer and reference name the same option: the first capital letter that is a word by itself."""
+    """Return 1 if answer and reference choose the same option, the first word that is a single capital letter."""
     found, wanted = (_LETTER.search(final_answer(text)) for text in (one.text, one.reference))
     return float(found is not None and wanted is not None and found[1] == wanted[1])
 
@@ -73,7 +73,7 @@ def format(one: Completion) -> float:
 
 
 def length(one: Completion) -> float:
-    """Return 0 without punished tokens (by default those beyond LONG_SHARE of the maximum), -1 for the longest answer.
+    """Return 0 up to the punished tokens (by default beyond LONG_SHARE of the maximum), falling to -1 at the maximum.
 
     Source: DAPO (arXiv 2503.14476), equation 13.
     """
@@ -90,8 +90,8 @@ REWARDS: dict[str, Callable[[Completion], float]] = {
 class Reward:
     """A reward with its weight in the sum.
 
-    of_all: computes the rewards of several answers, nan for an answer that it does not apply to; None for a reward
-    model that is not built yet; of_user: True for a function from the user's file.
+    of_all: function from several answers to their rewards, nan for answers to which it does not apply; None until the
+    reward model is built. of_user: True for a function from the user's file.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Reward:
 def open_rewards(names: str | None, weights: str | None, has_model: bool = False) -> tuple[Reward, ...]:
     """Open the rewards of --reward_funcs (names or file.py:function, comma-separated) with --reward_weights.
 
-    has_model: append the reward model. Raises ConfigError for unknown rewards, and for weights that don't match.
+    has_model: append the reward model. Raises ConfigError for unknown rewards, or if the number of weights differs.
     """
     wanted = [name.strip() for name in (names or "").split(",") if name.strip()]
     if (names is not None and not wanted) or len(set(wanted)) < len(wanted):
@@ -129,10 +129,10 @@ def open_rewards(names: str | None, weights: str | None, has_model: bool = False
 
 
 def try_rewards(rewards: Sequence[Reward], one: Completion) -> None:
-    """Call the functions of the user's files on two made-up answers to a prompt: its reference, and an empty text.
+    """Call the user's reward functions on two answers to a prompt: its reference, and an empty text.
 
-    one: the prompt with its reference as the answer. Raises DataError for a function that fails, before the first step
-    has drawn real answers.
+    one: the prompt with its reference as the answer. Raises DataError if a function fails, before time is spent on
+    generating answers.
     """
     answers = [one, replace(one, text="")]
     for reward in rewards:
@@ -173,13 +173,13 @@ def _lists_of(columns: Sequence[Mapping[str, object]]) -> dict[str, list]:
 
 
 def final_answer(text: str) -> str:
-    """Return the text within the last <answer>...</answer>, or all of it without one."""
+    """Return the text within the last <answer>...</answer>, or all of the text if there are no such tags."""
     found = _ANSWER.findall(text)
     return (found[-1] if found else text).strip()
 
 
 def last_number(text: str) -> float | None:
-    """Return the last number in a text; without digits, the last word that is a number up to ten."""
+    """Return the last number in a text. If it has no digits, return the last number word up to ten."""
     if digits := _NUMBER.findall(text):
         return float(digits[-1].replace(",", "").rstrip("%"))
     words = [NUMBER_WORDS[word] for word in re.findall(r"[a-z]+", text.lower()) if word in NUMBER_WORDS]

@@ -1,5 +1,5 @@
-# A answers of a micro-batch, P prompts of a rank in a step, G answers to each
-"""RLOO's distance from the reference model: a part of the rewards, not of the loss."""
+# A answers of a micro-batch, P prompts of a rank in a step, G answers per prompt
+"""Subtract the KL distance from the reference model from RLOO's rewards, instead of adding it to the loss."""
 
 from collections.abc import Sequence
 
@@ -17,9 +17,9 @@ def with_distances(
 ) -> tuple[list[Batch], dict[str, torch.Tensor]]:
     """Subtract beta times (an answer's distance minus the mean distance of the other answers) from its advantage.
 
-    packs: the answers of each batch; Drawn.old and Drawn.frozen are required. An answer's distance is the sum of its
-    tokens' log p_old - log p_ref; answers left out of training count as 0. Also returns the distance per token, as a
-    sum over prompts. Source: TRL's RLOOTrainer.
+    packs: the answers of each batch; Requires Drawn.old and Drawn.frozen. An answer's distance is the sum of its
+    tokens' log p_old - log p_ref, or 0 if it was left out of training. Also returns a metric: the distance per token,
+    summed over prompts. Source: TRL's RLOOTrainer.
     """
     number, held = flags.num_generations, [one for pack in packs for one in pack]
     numbers = {id(one.prompt): None for one in held}

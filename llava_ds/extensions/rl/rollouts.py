@@ -1,4 +1,4 @@
-"""Steps of reinforcement learning: prompts, generated answers, their rewards, and the batches to train on."""
+"""Build the steps of reinforcement learning: choose prompts, generate and reward answers, and make batches."""
 
 import json
 import time
@@ -50,19 +50,19 @@ from llava_ds.train.objectives.prompt_sharing import shares_prompts
 from llava_ds.train.plan import Plan
 from llava_ds.train.start import Start
 
-NAMED_BY = 100  # records, spread over the data, whose keys name the columns; None where another record lacks one
-WATCHED_STEPS = 3  # after a start; the run warns if none of their groups had answers with different rewards
+NAMED_BY = 100  # records, spread over the data, whose keys define the columns; records that lack one have None
+WATCHED_STEPS = 3  # first steps after a start; warn if in each of their groups all rewards are equal
 
 
 @dataclass(frozen=True)
 class PolicyWindow(Window):
-    """The generated answers of a step. num_prompts: prompts of this rank, also those whose answers don't train."""
+    """The generated answers of a step. num_prompts: this rank's prompts, including those without trained answers."""
 
     num_prompts: int = 0
 
     @property
     def counts(self) -> Counts:
-        """The counts of the trained answers, with all prompts as samples."""
+        """Counts of the trained answers, but with the number of all prompts as the number of samples."""
         return super().counts._replace(samples=self.num_prompts)
 
 
@@ -82,11 +82,11 @@ class Rollouts(SessionPart):
             configs.append(critic.model.text_config)
         self._shares_prompts = shares_prompts(self._flags.share_prompts, plan.args, configs)
         if self._drawer is not None and plan.images.trunk_inputs(torch.ones(1, dtype=torch.bool), torch.tensor([0, 1])):
-            self._shares_prompts = False  # else images in an answer would attend to themselves without the prompt
+            self._shares_prompts = False  # images in an answer would attend to themselves but not to the prompt
         on_every_rank(self.ranks, self._try_rewards)
 
     def built(self, model: LlavaModel) -> None:
-        """Create the model copy for generation and the judging models; then add the actor's critic."""
+        """Set up generation and the judging models, then add the critic to the actor."""
         plan, ranks, flags, own = self.plan, self.ranks, self._flags, self.plan.own["rl"]
         self._twin = make_twin(model)
         url, folder = flags.vllm_server, plan.output_dir / "vllm"
@@ -117,12 +117,12 @@ class Rollouts(SessionPart):
                 try_rewards(rewards, self._completion(asked, asked.reference, 1))
 
     def _columns_of(self, row: dict[str, object]) -> dict[str, object]:
-        """Return the other columns of a record, None for those that only other records have."""
+        """Return the other columns of a record, with None for columns that this record lacks."""
         text = row.get(OTHER_COLUMNS.name)
         return {**self._names, **(json.loads(text) if text else {})}
 
     def _log(self, done: int) -> RowLog | None:
-        """Open the log of answers on rank 0, without the steps that will be repeated."""
+        """Open the log of answers on rank 0, and drop rows of steps that the resumed run will repeat."""
         path = self.plan.run_folder / "rollouts.jsonl"
         return RowLog(path, [row for row in rows_of(path) if row["step"] <= done]) if self.ranks.is_first else None
 
@@ -152,7 +152,7 @@ class Rollouts(SessionPart):
             )
 
     def _prompts(self, samples: list[int]) -> tuple[list[RolloutPrompt], list[BrokenSample]]:
-        """Return the prompts of these samples, and the broken samples."""
+        """Return the prompts of these samples, and the samples that can't be read."""
         found, broken = [], []
         for index in samples:
             item = self.plan.steps.dataset[index]
@@ -175,10 +175,10 @@ class Rollouts(SessionPart):
         return RolloutPrompt(index, str(row["id"]), prompt, text, reference, self._columns_of(row))
 
     def _groups(self, step: int, prompts: list[RolloutPrompt]) -> tuple[list[Group], dict[str, torch.Tensor]]:
-        """Generate answers to each prompt, and reward them. Collective. Also returns the number of replaced prompts.
+        """Generate answers to each prompt, and reward them. Also returns the number of replaced prompts. Collective.
 
-        With --dynamic_sample, a group without a signal is replaced by answers to another prompt. The choice depends on
-        --seed, the step and the prompt alone.
+        With --dynamic_sample, a group without a signal is replaced by answers to another prompt. The choice depends
+        only on --seed, the step and the prompt.
         """
         flags, places, replaced = self._flags, list(range(len(prompts))), set()
         groups = self._answered((step, 0), prompts, prompts)
@@ -197,7 +197,7 @@ class Rollouts(SessionPart):
         return groups, {"frac_resampled": number}
 
     def _another(self, turn: tuple[int, int], prompt: RolloutPrompt) -> RolloutPrompt | None:
-        """Choose another prompt; None if it is broken; its own step will report that."""
+        """Choose a random replacement for a prompt. Returns None if its sample is broken; its own step reports that."""
         dataset = self.plan.steps.dataset
         rng = np.random.default_rng([self.plan.args.training.seed, *turn, prompt.index])
         found, _ = self._prompts([int(rng.integers(len(dataset)))])
@@ -206,7 +206,7 @@ class Rollouts(SessionPart):
     def _answered(self, turn: tuple[int, int], slots: list[RolloutPrompt], prompts: list[RolloutPrompt]) -> list[Group]:
         """Generate and reward answers to each prompt. Collective.
 
-        turn: step and attempt; slots: the prompts of the step that these prompts replace, or the same.
+        turn: step and attempt. slots: the step's original prompts that `prompts` may replace.
         """
         drawn = self._draw(turn, slots, prompts)
         return on_every_rank(self.ranks, lambda: self._score(*drawn))
@@ -214,7 +214,7 @@ class Rollouts(SessionPart):
     def _draw(
         self, turn: tuple[int, int], slots: list[RolloutPrompt], prompts: list[RolloutPrompt]
     ) -> tuple[list[RolloutPrompt], list[list[Answer]]]:
-        """Generate the answers to each prompt, a few prompts at a time. Also returns the prompts as asked."""
+        """Generate answers to a few prompts at a time. Also returns the prompts as the model got them."""
         step, attempt = turn
         seeds = [(self.plan.args.training.seed, step, slot.index, attempt) for slot in slots]
         if self._server is not None:
@@ -241,7 +241,7 @@ class Rollouts(SessionPart):
         ]
 
     def _judged(self, asked: RolloutPrompt, answer: Answer) -> Completion:
-        """Describe a sampled answer."""
+        """Return a sampled answer in the form that rewards take."""
         sample = whole_sample(asked.sample, answer)
         tokens = len(sample.input_ids) - len(asked.sample.input_ids)
         found = replace(self._completion(asked, self._text_of(answer), tokens), sample=sample)
@@ -250,7 +250,7 @@ class Rollouts(SessionPart):
         return found
 
     def _completion(self, asked: RolloutPrompt, text: str, tokens: int) -> Completion:
-        """Describe an answer to a prompt, without its tokens."""
+        """Return an answer's text in the form that rewards take, without its tokens."""
         lengths = {
             "tokens": tokens,
             "max_tokens": self._rules.max_new_tokens,
@@ -259,8 +259,7 @@ class Rollouts(SessionPart):
         return Completion(asked.text, text, asked.reference, asked.id, columns=asked.columns, **lengths)
 
     def _watch_signal(self, groups: list[Group], is_last: bool) -> None:
-        """Count groups without a signal; at the last watched step, print a warning if all groups were without one.
-        Collective."""
+        """Count groups without a signal. At the last watched step, warn if no group had one. Collective."""
         self._groups_seen += len(groups)
         self._groups_without_signal += sum(map(has_no_signal, groups))
         if not is_last:
@@ -286,7 +285,7 @@ class Rollouts(SessionPart):
         return self.plan.model.tokenizer.decode(answer.ids, skip_special_tokens=True).strip()
 
     def _shown(self, step: int, group: Group) -> dict[str, object]:
-        """Return a row of rollouts.jsonl: the distinct answers to a prompt, the highest reward first."""
+        """Return a row of rollouts.jsonl: a prompt's distinct answers, sorted by reward, highest first."""
         times = Counter(zip(group.answers, group.rewards.tolist()))
         answers = [
             {
@@ -305,10 +304,9 @@ class Rollouts(SessionPart):
         return self.plan.steps.dataset.images_of(asked.index)[: len(asked.sample.media)]
 
     def _batches(self, engine, groups: list[Group]) -> tuple[list[MicroBatch], dict[str, torch.Tensor]]:
-        """Build the micro-batches on the device, equally many on every rank, and the step's metrics as sums over
-        prompts.
+        """Return micro-batches on the device, equally many on every rank, and the step's metrics as sums over prompts.
 
-        Without trained answers, micro-batches are empty.
+        If no answer is trained, micro-batches are empty.
         """
         flags, mesh = self._flags, self.mesh
         totals = totals_of(groups, mesh, engine.device, flags.mask_truncated_completions)
@@ -343,7 +341,7 @@ class Rollouts(SessionPart):
 
     @torch.no_grad()
     def _with_log_probs(self, engine, batch: Batch) -> tuple[Batch, torch.Tensor | None]:
-        """Add the old and reference log-probabilities for the loss. Also returns the critic's values (S,), or None."""
+        """Add old and reference log-probabilities to the batch. Also returns the critic's values (S,), or None."""
         values, drawn = None, batch.extra["drawn"]
         if self._has_critic or self._rewards_distance or self.updates > 1:
             engine.eval()

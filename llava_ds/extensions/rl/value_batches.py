@@ -1,5 +1,5 @@
-# P prompts of a rank in a step, S tokens of a micro-batch's answers
-"""The critic's part of a step: every token's advantage and return, whitened over all ranks, and metrics."""
+# P prompts of a rank in a step, S answer tokens of a micro-batch
+"""Compute advantages (whitened over all ranks), returns and metrics of a step from the critic's values."""
 
 import numpy as np
 import torch
@@ -22,14 +22,14 @@ def value_batches(
 ) -> tuple[list[Batch], dict[str, torch.Tensor]]:
     """Add advantages and returns to this rank's micro-batches, from the critic's values (S,) of each. Collective.
 
-    Also returns the step's metrics, as sums over prompts, by TRL's names.
+    Also returns the step's metrics under TRL's names, as sums over prompts.
     """
     rules = flags.kl_ctl, flags.gamma, flags.lam
     found = [with_advantages(batch, own, *rules) for batch, own in zip(batches, values)]
     each = _joined(found, flags.kl_ctl)
     variances, means = moments([each["advantages"], each["returns"], each["errors"]], each["weights"], totals, mesh)
     explained = 0.0 if variances[1] == 0 else 1 - variances[2] / variances[1]
-    # shares are the weights of means over tokens. Times the mean length, they are the weights of sums over an answer.
+    # Weighted by shares, numbers give means over tokens. Times the mean length, these become sums per answer.
     per_answer = each["shares"] * (totals.tokens / max(1.0, totals.answers))
     metrics = {
         "objective/kl": (each["kl"] * per_answer).sum(),
@@ -37,7 +37,7 @@ def value_batches(
         "objective/non_score_reward": (-flags.kl_ctl * each["kl"] * per_answer).sum(),
         "objective/rlhf_reward": (each["rewards"] * per_answer).sum(),
         "val/mean": (each["values"] * each["shares"]).sum(),
-        # Weighted by this rank's shares, because they add up to the step's prompts over all ranks.
+        # This rank's shares are the weights, because shares of all ranks add up to the step's prompts.
         "val/explained_variance": explained * each["shares"].sum(),
     }
     return [whitened(batch, means[0], variances[0]) for batch in found], metrics
@@ -57,7 +57,7 @@ def _joined(batches: list[Batch], kl_ctl: float) -> dict[str, torch.Tensor]:
 def moments(
     numbers: list[torch.Tensor], weights: torch.Tensor, totals: StepTotals, mesh: Mesh
 ) -> tuple[list[float], list[float]]:
-    """Return variances and means of per-token numbers over all ranks. weights: of the tokens, with sum 1."""
+    """Return variances and means of per-token numbers over all ranks. weights: one per token, with sum 1."""
     with waiting("the critic's values"):
         own = [float((each * weights).sum()) for each in numbers]
     means = sums_of_ranks(own, mesh, weights.device)

@@ -1,4 +1,4 @@
-"""Generation by vLLM in a separate process (run/vllm_server.py); the weights are sent to it before every step."""
+"""Generate with vLLM in a separate process (run/vllm_server.py) that gets the weights before every step."""
 
 import base64
 import io
@@ -19,11 +19,11 @@ from llava_ds.files.reading import read_json
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first
 from llava_ds.train.evaluating.sampling import Answer, DrawRules
 
-TIMEOUT_S = 3600.0  # limit for a rank's answers in one step
+TIMEOUT_S = 3600.0  # time limit for the answers of one rank in one step
 
 
 class VllmServer:
-    """A vLLM server. folder: weights are written here for it to read; export: their format."""
+    """A client of a vLLM server. folder: holds weights for the server to read. export: the format of the weights."""
 
     def __init__(self, url: str, folder: Path, export: ExportPlan, ranks: Ranks) -> None:
         if export.form != "hf":
@@ -44,8 +44,8 @@ class VllmServer:
     ) -> list[list[Answer]]:
         """Generate num_answers answers for every prompt. Not collective.
 
-        places: paths of each prompt's images, from EncodedDataset.images_of; seeds: one per prompt.
-        Raises DataError if the server fails, or if a prompt has a video.
+        places: paths of each prompt's images, from EncodedDataset.images_of. seeds: one per prompt. Raises DataError if
+        the server fails, or if a prompt has a video.
         """
         image_token = read_json(self._folder / "config.json", dict)["image_token_index"]
         sampling = {"temperature": rules.temperature, "top_p": rules.top_p, "stop_token_ids": list(rules.ends)}
@@ -95,6 +95,6 @@ def with_one_token_an_image(sample: LoadedSample, image_token: int) -> list[int]
 
 
 def _answer(found: dict) -> Answer:
-    """Convert vLLM's answer. It has no entropies; the tokens' negative log-probabilities have the same expectation."""
+    """Convert vLLM's answer. vLLM gives no entropies, so use negative log-probabilities: their expectation is equal."""
     log_probs = tuple(found["log_probs"])
     return Answer(tuple(found["ids"]), log_probs, -sum(log_probs), found["ended"])

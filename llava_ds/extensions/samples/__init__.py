@@ -1,1 +1,1 @@
-"""Sample answers: a few questions are answered while the run trains, and shown with their images."""
+"""Answer a few questions during training, to show how the model's answers change."""

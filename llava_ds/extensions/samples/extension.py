@@ -1,4 +1,4 @@
-"""Sample answers in a run: generated at regular steps, printed, and written to samples.jsonl."""
+"""Register sample answers: generated at regular steps, printed, and written to samples.jsonl."""
 
 import time
 
@@ -28,7 +28,7 @@ class SampleAnswers(Measure):
         prompts = []
         if (dataset := plan.evals.own.get("samples")) is not None:
             prompts = prompts_of(dataset, own.num_sample_questions, tokenizer, args.model.version)
-        # An image may be missing on one machine only.
+        # Compare between ranks, because an image may be missing on one machine only.
         shown = set.intersection(*(set(part) for part in gather([prompt.index for prompt in prompts], ranks)))
         self._prompts = [prompt for prompt in prompts if prompt.index in shown]
         if ranks.is_first:

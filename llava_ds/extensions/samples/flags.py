@@ -43,11 +43,11 @@ class Flags(ExtensionFlags):
 
     @property
     def data_path(self) -> str | None:
-        """The samples that questions are taken from; None for the eval or training samples."""
+        """Path of the samples to take questions from; None for the eval or training samples."""
         return self.sample_data_path
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """Yield a line for every conflict: questions need steps, and a model that generates answers."""
+        """Yield a line for every conflict. Questions need regular steps, and a model that generates answers."""
         yield from step_share_problem("sample_steps", self.sample_steps)
         if self.sample_data_path is not None and not self.sample_steps:
             yield f"--sample_data_path {self.sample_data_path} has questions for --sample_steps: give that as well"

@@ -1,4 +1,4 @@
-"""The report's section on sample questions, with their images and how the answers changed."""
+"""Add a section on sample questions to the report, with images and how the answers changed."""
 
 import itertools
 import re
@@ -22,7 +22,7 @@ class Report(ReportPart):
         self.blocks = run.blocks_of("samples.jsonl", sampled_answers)
 
     def sections(self) -> dict[str, list[Block]]:
-        """Return the cards of the questions."""
+        """Return the section: a card for each question."""
         return {"Answers while training": self.blocks}
 
 
@@ -62,7 +62,7 @@ def _card(asked: list[dict], output_dir: Path) -> dict[str, object]:
 
 
 def _answer_line(first: int, last: int, answer: str, reference: object) -> tuple[str, object]:
-    """Return the steps at which an answer was given, and the answer, marked if it is the reference."""
+    """Return the first and last step of an answer, and the answer, marked if it equals the reference."""
     same = reference is not None and answer.strip() == str(reference).strip()
     steps = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
     return steps, styled(answer, "same") if same else answer
@@ -78,5 +78,5 @@ def _stretches(asked: list[dict]) -> list[tuple[int, int, str]]:
 
 
 def plain_question(text: str) -> str:
-    """A prompt without image tokens and LLaVA's speaker labels."""
+    """Return a prompt without image tokens and LLaVA's speaker labels."""
     return re.sub(r"^USER:\s*|\s*ASSISTANT:$", "", text.replace(IMAGE_TOKEN, "").strip())

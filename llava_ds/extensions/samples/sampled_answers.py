@@ -1,5 +1,5 @@
 # B questions, V vocabulary
-"""Questions from samples (everything up to their first answer), and greedy answers by a model in training."""
+"""Take questions from samples (everything up to the first answer), and answer them greedily during training."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,7 @@ from llava_ds.runtime.waiting import queuing, waiting
 class SampleQuestion:
     """The part of a sample up to its first answer, and that answer's text.
 
-    index: of the sample in its data set; images: their paths, for a person to look at (EncodedDataset.images_of).
+    index: of the sample in its data set. images: paths for the report (EncodedDataset.images_of).
     """
 
     index: int
@@ -40,7 +40,7 @@ def prompts_of(
 ) -> list[SampleQuestion]:
     """Take the first samples of a data set with an answer and readable images, at most `number`.
 
-    Samples with images come first: they say more about a model that sees.
+    Samples with images come first, because they show more about a vision-language model.
     """
     found: list[SampleQuestion] = []
     for index in itertools.chain(dataset.positions(images=True), dataset.positions(images=False)):
@@ -88,8 +88,8 @@ def _shown_before(sample: LoadedSample, position: int) -> list[tuple]:
 class Decoding:
     """Greedy decoding.
 
-    images: the layout of images; max_length: where training truncates samples, because a language model may have no
-    further positions.
+    images: options that lay out images. max_length: where training truncates samples; a language model may have no more
+    positions.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -104,7 +104,7 @@ def answers(runner: Runner, prompts: list[SampleQuestion], decoding: Decoding, r
     """Return the greedy answer to each prompt, computed by the training engine at any ZeRO stage. Collective.
 
     All ranks compute all answers, because at ZeRO-3 no rank can compute alone. The complete sequence is recomputed for
-    every token: acceptable for a few short answers, and no cache has to fit the language model.
+    every token. That is fast enough for a few short answers, and needs no cache that fits the language model.
     """
     engine = runner.engine
     engine.eval()

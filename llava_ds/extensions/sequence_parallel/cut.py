@@ -1,5 +1,5 @@
 # T tokens of a pack, s ranks that share them, t = T / s of them on a rank, N tiles of P features each
-"""Cut a rank's part out of a micro-batch, with only the images that its tokens need."""
+"""Take one rank's part of a micro-batch, with only the images that its tokens need."""
 
 import dataclasses
 import itertools
@@ -47,9 +47,9 @@ def cut(
     """Return the tokens of one of `ranks` ranks, and the numbers of the tiles that its image positions need.
 
     The batch is padded to a multiple of the ranks. cu_seqlens, max_seqlen and all per-sample fields describe the
-    complete batch; positions count from the rank's first token. pixel_values is not set: the caller sets it to these
-    tiles, or to the blank one. A tile with features on both sides of a cut is needed on both; a tower for whole images
-    needs all tiles of an image, or of a video's moment. layouts: of the batch's images and videos, in order.
+    complete batch; positions count from the rank's first token. The caller has to set pixel_values to these tiles, or
+    to the blank tile. Both ranks at a cut need a tile with features on both sides. A tower for whole images needs all
+    tiles of an image or video moment. layouts: of the batch's images and videos, in order.
     """
     whole = fill(whole, ranks)
     length = whole.input_ids.shape[1] // ranks
@@ -95,8 +95,8 @@ def _tiles_at(whole: Batch, rows: torch.Tensor, patches: int) -> torch.Tensor:
 def _whole_images(tiles: torch.Tensor, layouts: Sequence[MediaLayout]) -> tuple[torch.Tensor, list[MediaLayout]]:
     """Extend a rank's tiles to whole images, and to whole moments (groups of frames) of videos.
 
-    tiles: the numbers of those that the rank needs, ascending; layouts: of the batch's images and videos, in order.
-    Returns the numbers of the tiles that the rank's tower takes, and the layouts of these images and moments.
+    tiles: indices of the tiles that the rank needs, ascending. layouts: of the batch's images and videos, in order.
+    Returns the indices of the tiles for the rank's tower, and the layouts of these images and moments.
     """
     needed, found, shown, first = set(tiles.tolist()), [], [], 0
     for layout in layouts:
@@ -112,7 +112,7 @@ def _whole_images(tiles: torch.Tensor, layouts: Sequence[MediaLayout]) -> tuple[
 def _placing(whole: Batch, positions: torch.Tensor, rows: torch.Tensor, tiles: torch.Tensor, patches: int) -> Placing:
     """Renumber some rows of a batch's feature table, and their pooled features.
 
-    positions: of the rank's image tokens; rows: as in Placing.features; tiles: numbers of the kept ones, ascending.
+    positions: of the rank's image tokens. rows: as in Placing.features. tiles: indices of the rank's tiles, ascending.
     """
     first_pooled = len(whole.pixel_values) * patches
     is_pooled = rows >= first_pooled

@@ -1,9 +1,9 @@
 # s ranks that share a pack's tokens, T tokens of the pack, t = T / s of them on a rank, H query heads, K key heads,
 # E head width
-"""The exchange around attention under sequence parallelism: from all heads of some tokens to some heads of all tokens.
+"""Exchange all heads of some tokens for some heads of all tokens, around attention under sequence parallelism.
 
-Each rank computes everything except attention for its own tokens, and attention for its own heads over all tokens of
-the pack, like DeepSpeed-Ulysses (arXiv 2309.14509). Gradients are exchanged in reverse.
+A rank computes attention for some heads over all tokens of the pack, and everything else for some tokens, like
+DeepSpeed-Ulysses (arXiv 2309.14509). Gradients are exchanged in reverse.
 """
 
 import torch
@@ -34,8 +34,8 @@ def to_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Exchange all heads of this rank's tokens for this rank's heads of all tokens.
 
-    query (1, H, t, E) becomes (1, H / s, T, E); key and value (1, K, t, E) become (1, K / s, T, E), or (1, 1, T, E)
-    with fewer key heads than ranks; several ranks then have the same one. See heads_problem for the supported numbers.
+    query (1, H, t, E) becomes (1, H / s, T, E); key and value (1, K, t, E) become (1, K / s, T, E), or (1, 1, T, E) if
+    several ranks share a key head because K < s. See heads_problem for the supported numbers.
     """
     ranks = torch.distributed.get_world_size(group)
     if key.shape[1] < ranks:
@@ -57,7 +57,7 @@ def to_tokens(out: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 class ColumnExchange:
-    """The exchange around other layers that mix tokens within heads: heads are equal parts of a tensor's columns."""
+    """The exchange around other layers that mix tokens by head. Heads are equal parts of a tensor's columns."""
 
     def __init__(self, group: Group) -> None:
         self.group = group

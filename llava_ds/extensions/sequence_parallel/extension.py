@@ -1,4 +1,4 @@
-"""Sequence parallelism in a run: parts of packs, and the exchange around attention."""
+"""Register sequence parallelism: parts of packs, and the exchange around attention."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -37,13 +37,13 @@ def _problems_of_heads(heads: int, key_heads: int, size: int, cut_by: int) -> It
     if problem := heads_problem(heads, key_heads, size):
         yield f"{flag}: the language model's {problem}"
     elif heads % cut_by or key_heads % cut_by:
-        return  # tensor parallelism reports this
+        return  # tensor parallelism reports this problem
     elif problem := heads_problem(heads // cut_by, key_heads // cut_by, size):
         yield f"{flag}, and --tensor_parallel_size {cut_by} leaves each rank a part of the heads: {problem}"
 
 
 def _problems_of_state(config: PreTrainedConfig, size: int, cut_by: int) -> Iterator[str]:
-    """Yield a line if the heads of layers with a state can't be divided. cut_by: ranks of tensor parallelism."""
+    """Yield a line if the heads of recurrent layers can't be divided. cut_by: ranks of tensor parallelism."""
     flag = f"--sequence_parallel_size is {size}"
     key_heads, value_heads = state_heads(config)
     if key_heads % size or value_heads % size:

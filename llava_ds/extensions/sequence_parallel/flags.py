@@ -45,11 +45,11 @@ class Flags(ExtensionFlags):
 
     @classmethod
     def saving_memory(cls, args: "Arguments", tokens: int, is_one_sample: bool) -> Iterator[str]:
-        """Suggest more ranks per sample, if a micro-batch can't be split between samples."""
+        """Suggest more ranks per sample if a micro-batch has only one sample."""
         if is_one_sample and "routerless_mlps" not in args.broken:
             yield f"--sequence_parallel_size {2 * args.size_of('sp')}, on several GPUs: more of them share each sample"
 
     @property
     def axis(self) -> Axis:
-        """The axis: adjacent ranks, within the data axis."""
+        """Return the axis: adjacent ranks within the data axis."""
         return Axis("sp", "sequence_parallel_size", self.sequence_parallel_size, order=1, divides_model=False)

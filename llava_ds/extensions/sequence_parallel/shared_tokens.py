@@ -16,8 +16,8 @@ NAME = "llava_ds_shared"
 def share_tokens(model: LlavaModel, group: torch.distributed.ProcessGroup) -> None:
     """Make a model accept parts of packs, divided over a group's ranks, as well as complete packs.
 
-    Layers with a state get the exchange as their token_exchange. The last layer is computed at all positions: without
-    the exchange, a rank has only its own tokens' keys.
+    Recurrent layers get the exchange as their token_exchange. The last layer is computed at all positions, because
+    skipping positions would need keys that only the exchange provides.
     """
     model.short_last_layer = False
     AttentionInterface.register(NAME, shared_attention)
@@ -40,8 +40,8 @@ def shared_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute varlen_attention for this rank's t tokens over the tokens of all ranks in the module's group.
 
-    query (1, H, t, E); key and value (1, K, t, E); all other arguments are those of the pack. Returns (1, t, H, E), and
-    None for the weights. The signature is dictated by transformers' AttentionInterface.
+    query (1, H, t, E); key and value (1, K, t, E); all other arguments describe the whole pack. Returns (1, t, H, E),
+    and None for the weights. The signature is dictated by transformers' AttentionInterface.
     """
     if not options.pop(SHARED, False):
         return varlen_attention(module, query, key, value, attention_mask, *args, **options)

@@ -1,1 +1,1 @@
-"""Spikes of the loss: detected, recorded, and undone with --on_loss_spike rewind."""
+"""Detect and record spikes of the loss, and undo them with --on_loss_spike rewind."""

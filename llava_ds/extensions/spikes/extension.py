@@ -1,4 +1,4 @@
-"""loss_spikes.jsonl: every step with a loss far above the previous ones, with its samples.
+"""Record every step with a loss far above previous losses, and its samples, in loss_spikes.jsonl.
 
 Spikes are acted on only at the regular reads of the log.
 """
@@ -22,23 +22,22 @@ from llava_ds.train.hooks import log_lag_steps
 from llava_ds.train.session import Session
 
 FILE = "loss_spikes.jsonl"
-LEAST_DEVIATION = 0.01  # fraction of the mean: if losses hardly differ, tiny differences are not spikes
+LEAST_DEVIATION = 0.01  # minimum deviation, relative to the mean, for losses that hardly differ
 MOST_REWINDS = 3  # maximum returns to the same checkpoint before the run ends
 
 
 class LossSpikes:
     """Judges every loss by the previous --loss_spike_window steps.
 
-    A spike is more than --loss_spike_sigma standard deviations above their mean. Spikes and non-finite losses are
-    excluded from both, and judging starts with half a window. A resumed run judges like an uninterrupted one, because
-    all inputs are in the run's files.
-    Source: the rule of OLMo-core's SkipStepOptimizer, applied to the loss.
+    A spike is more than --loss_spike_sigma standard deviations above their mean. Mean and deviation exclude spikes and
+    non-finite losses, and judging starts after half a window. A resumed run judges like an uninterrupted one, because
+    it reads all losses from the run's files. Source: the rule of OLMo-core's SkipStepOptimizer, applied to the loss.
     """
 
     def __init__(self, output_dir: Path, plan: StepPlan, flags: Flags, resume_step: int, ranks: Ranks) -> None:
         self.path, self.sigma, self.ranks = output_dir / FILE, flags.loss_spike_sigma, ranks
         self.rewinds = flags.rewinds
-        self.found: list[dict] = []  # spikes not settled yet, the same on every rank
+        self.found: list[dict] = []  # spikes not recorded yet, equal on every rank
         self._plan = plan
         window = flags.loss_spike_window
 
@@ -52,17 +51,17 @@ class LossSpikes:
         self._rewound = [row["rewound_to"] for row in earlier if row.get("last") and row.get("rewound_to")]
         known = {row["step"] for row in earlier}
         self._losses: deque[float | None] = deque((None if step in known else loss for step, loss in losses), window)
-        self.problem: str | None = None  # the reason to end the run, the same on every rank
+        self.problem: str | None = None  # the reason to end the run, equal on every rank
 
     def add(self, results: list) -> None:
-        """Judge some steps: StepResults with numbers, the same on every rank."""
+        """Judge some steps. results: StepResults with numbers, equal on every rank."""
         for result in results:
             known = [loss for loss in self._losses if loss is not None and math.isfinite(loss)]
             spike = None
             if math.isfinite(result.loss) and len(known) * 2 >= max(self._losses.maxlen, 4):
                 mean = statistics.fmean(known)
                 deviation = LEAST_DEVIATION * abs(mean)
-                if result.loss > mean + self.sigma * deviation:  # skip the slow deviation otherwise
+                if result.loss > mean + self.sigma * deviation:  # else skip the slow exact deviation
                     deviation = max(statistics.pstdev(known, mean), deviation)
                 if result.loss > mean + self.sigma * deviation:
                     spike = {"step": result.step, "loss": result.loss, "mean": mean, "deviation": deviation}
@@ -113,7 +112,7 @@ class Spikes(Hook):
 
     def after_step(self, end: StepEnd) -> None:
         self.spikes.add(end.read)
-        # Not at every read of the log: the step to return to must not depend on extra reads.
+        # Don't act at every read of the log, because the step to return to must not depend on extra reads.
         read_at = end.step - log_lag_steps(self.session.plan.args, self.session.ranks)
         regular = end.finished or read_at % self.training.logging_steps == 0
         if self.spikes.found and (regular or self.session.saves_at(end.step, end.last)):
@@ -128,7 +127,7 @@ class Spikes(Hook):
             self.spikes.log.write([])  # rows still waiting for disk space
 
     def _handle_spikes(self, step: int) -> None:
-        """Report a spike, and return to the last checkpoint if requested: the samples since then are skipped."""
+        """Report spikes, and return to the last checkpoint if requested. The samples since then are skipped."""
         session, went_back = self.session, None
         if self.spikes.rewinds:
             session.watchdog.set_phase("save", step)

@@ -40,7 +40,7 @@ class Flags(ExtensionFlags):
         return self.on_loss_spike == "rewind"
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """Yield a line for every conflict: rewinding needs complete checkpoints, and samples known in advance."""
+        """Yield a line for every conflict. Rewinding needs complete checkpoints, and samples known in advance."""
         training = args.training
         if not self.rewinds:
             return

@@ -1,1 +1,1 @@
-"""Training while the data are being encoded."""
+"""Train while the data are still being encoded."""

@@ -1,4 +1,4 @@
-"""The streaming extension: opens the data, and writes their records at the end of the run."""
+"""Register --stream: open data that are still being encoded, and write their records at the end of the run."""
 
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.seen_files import write_data_files
@@ -10,10 +10,10 @@ from llava_ds.tracking.run_record import complete_run_record, data_record
 
 
 class WriteRecords(Hook):
-    """Writes skipped.jsonl, run.json's data and the list of files at the end; other runs write them at their start."""
+    """Writes skipped.jsonl, run.json's data and the list of files at the end, instead of at the start of the run."""
 
     def close(self) -> None:
-        """Wait for the encoding to end, then write: after training's last line in skipped.jsonl, before the report."""
+        """Wait for the encoding to end, then write after training's last line in skipped.jsonl, before the report."""
         session, plan = self.session, self.session.plan
         if session.state.stops:
             return
@@ -25,7 +25,7 @@ class WriteRecords(Hook):
         def write() -> None:
             rejections, path = list(whole.rejections()), plan.run_folder / "skipped.jsonl"
             rejected = {(row["file"], row["index"]) for row in rejections}
-            # Training wrote lines with a step for the rejected records it met; they are replaced.
+            # Replace the lines with a step that training wrote for rejected records.
             broken = [row for row in rows_of(path) if (row["file"], row["index"]) not in rejected]
             RowLog(path, [*rejections, *broken])
             with write_errors(plan.output_dir, "the record of the run", "--output_dir"):

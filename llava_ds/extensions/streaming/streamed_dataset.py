@@ -1,8 +1,8 @@
 """A data set that is trained on while it is being encoded (--stream).
 
-Every record is a sample, accepted or not: so the order, the steps and the eval samples depend only on the number of
-records, known once all are read. A step waits for the shards of its records. A rejected record leaves its place empty,
-like one whose image broke after the check. The results are the same if the encoding is complete from the start.
+Every record is a sample, accepted or not, so the order, the steps and the eval samples depend only on the number of
+records. This number is known once all records are read. A step waits for the shards of its records. A rejected record
+is skipped in its step, like a sample whose image broke after the check. Results don't depend on when encoding ends.
 """
 
 import copy
@@ -43,14 +43,14 @@ from llava_ds.runtime.waiting import note_progress
 
 OPEN_SHARDS = 256  # per process: each takes some 20 kB of its memory
 POLL_S, LONGEST_POLL_S = 0.1, 2.0  # between checks of the cache, which may be on a network disk
-PATIENCE_S = 5.0  # of waiting before a line reports it
+PATIENCE_S = 5.0  # seconds of waiting before a line reports it
 
 
 class StreamedDataset(EncodedDataset):
     """The records of a data set as samples; some may not be encoded yet.
 
-    number: of the cache generation; num_records: of the data set; beside: this rank's encoding process. lengths are 0
-    until known, and 1 for rejected records, so that a layout has a place for them.
+    number: of the cache generation. num_records: of the data set. beside: this rank's encoding process. lengths are 0
+    until known, and 1 for rejected records that thus have a place in a layout.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class StreamedDataset(EncodedDataset):
         self.sources, self.descriptions, self.image_options = spec.names, spec.descriptions, spec.image_options
         self.are_pairs, self.of_answers = False, {}
         self.drawn = "shards", 1
-        # A run can't be resumed with a generation that was rebuilt because images had changed.
+        # Identify this generation: a run must not resume with one that was rebuilt because images had changed.
         used = options_that_matter(spec.image_options, videos=True)
         parts = ["stream", str(number), *spec.common, options_part(used), *box_parts(used), *video_parts(used)]
         parts += spec.contents
@@ -121,7 +121,7 @@ class StreamedDataset(EncodedDataset):
         return iter(())
 
     def positions(self, images: bool) -> Iterator[int]:
-        """Yield the first shard's samples with images or videos, or those without, however much is encoded."""
+        """Yield the first shard's samples with images or videos, or without any, however many shards are encoded."""
         shard = int(self._rows[0]) // shards.SHARD_RECORDS
         table = self._shard(shard)
         wanted = table.column("reason").is_null().to_numpy() & ((table.column("num_pictures").to_numpy() > 0) == images)
@@ -150,7 +150,7 @@ class StreamedDataset(EncodedDataset):
         return []
 
     def without_part(self, fraction: float, seed: int) -> tuple["StreamedDataset", "StreamedDataset"]:
-        """Split off a random part of the records, drawn with the seed: returns the rest, and that part."""
+        """Split off a random part of the records, chosen by the seed. Returns the rest, and that part."""
         held_out = num_held_back(len(self), fraction)
         drawn = np.random.default_rng(seed).permutation(len(self)).astype(np.int32)
 
@@ -198,7 +198,7 @@ class StreamedDataset(EncodedDataset):
                 self._known.add(shard)
 
     def encoded(self, ranks: Ranks) -> tuple[EncodedDataset, EncodedDataset]:
-        """Wait until everything is encoded; return the complete data set, and this one's samples in it. Collective."""
+        """Wait until all is encoded. Returns the complete data set, and a part with these samples. Collective."""
         generation, found = self._spec.folder / str(self._number), []
 
         def is_whole() -> bool:
@@ -301,7 +301,7 @@ def _has_changed(spec: DataSpec, number: int) -> bool:
     except DataError:
         if paths[0].exists():
             raise
-        return False  # another process has finished the encoding
+        return False  # another process has just finished the encoding
     if changed:
         print_first(f"image files changed since their check, such as {printable(changed[0])}: all are checked again")
     return bool(changed) or (paths[0].parent / STALE).exists()
@@ -312,7 +312,7 @@ def _order_of_shards(args: Arguments, number: int) -> list[int]:
     data, training = args.data, args.training
     seed = training.seed if training.data_seed is None else training.data_seed
     order = shards_in_order(number, seed, epoch=0).tolist() if data.shuffle else list(range(number))
-    # Extensions take samples from the training data before training.
+    # Extensions take samples from the start of the training data before training.
     takes = any(flags.takes_samples and not flags.data_path for flags in args.own.values())
     first = [0] if takes and not data.eval_data_path else []
     return list(dict.fromkeys([*first, *order]))

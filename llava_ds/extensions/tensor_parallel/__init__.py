@@ -1,1 +1,1 @@
-"""Tensor parallelism: ranks share the matrices of the language model's layers, cut by DeepSpeed's AutoTP."""
+"""Tensor parallelism: DeepSpeed's AutoTP divides the matrices of the language model's layers over ranks."""

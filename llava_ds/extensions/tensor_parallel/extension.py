@@ -1,4 +1,4 @@
-"""Tensor parallelism in a run: which models can be cut, and DeepSpeed's settings."""
+"""Register tensor parallelism: check settings and models, and configure DeepSpeed."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ OWN_GROUPS = (
 
 
 def check(resolved: ResolvedConfig) -> Iterator[str]:
-    """Yield a line for every setting that conflicts with cut matrices."""
+    """Yield a line for every setting that conflicts with matrices divided over ranks."""
     flag, config = f"--tensor_parallel_size is {resolved.args.size_of(AXIS)}", resolved.config
     name = value_at(config, "optimizer.type")
     for optimizer, needs in WHOLE_MATRICES.items():
@@ -51,7 +51,7 @@ def fits(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
 
 
 def engine(model: nn.Module, mesh: Mesh) -> dict[str, object]:
-    """Return DeepSpeed's section, with rules for all cut matrices."""
+    """Return DeepSpeed's tensor_parallel section, with rules for all matrices to divide."""
     return {"config": {"tensor_parallel": rules(mesh.at(AXIS).size)}}
 
 

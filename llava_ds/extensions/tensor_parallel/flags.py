@@ -43,12 +43,12 @@ class Flags(ExtensionFlags):
 
     @classmethod
     def in_json(cls, raw: Mapping[str, object], problems: list[str]) -> dict[str, tuple[object, str]]:
-        """Return the size in DeepSpeed's section. Adds a line for each key with another meaning."""
+        """Return the size in DeepSpeed's section. Appends a problem for each other key with an effect."""
         from llava_ds.extensions.tensor_parallel.tensor_json import size_in  # imported only if the section exists
 
         return {"tensor_parallel_size": size_in(raw["tensor_parallel"], problems)}
 
     @property
     def axis(self) -> Axis:
-        """The axis: adjacent ranks, within every other axis."""
+        """Return the axis: adjacent ranks within every other axis."""
         return Axis("tp", "tensor_parallel_size", self.tensor_parallel_size, order=2, divides_model=True)

@@ -1,9 +1,9 @@
 # O outputs and I inputs of a matrix, t ranks that share it
 """Tensor parallelism: DeepSpeed's AutoTP cuts the matrices of the language model's layers over ranks.
 
-The first matrices of attention and MLP are cut by rows (O / t, I): a rank's heads or inner units. The last ones are cut
-by columns (O, I / t), and their results summed over ranks. All other parameters are replicated: tower, projector,
-embeddings, output layer, norms. Source: arXiv 1909.08053; deepspeed.module_inject, 0.19.8.
+The first matrices of attention and MLP are cut by rows (O / t, I), so a rank has some heads or inner units. The last
+ones are cut by columns (O, I / t), and their outputs are summed over ranks. All other parameters are replicated: tower,
+projector, embeddings, output layer, norms. Source: arXiv 1909.08053; deepspeed.module_inject, 0.19.8.
 """
 
 import itertools
@@ -23,8 +23,8 @@ from llava_ds.runtime.mesh import Mesh
 
 OUTPUTS = r"self_attn\.[qkv]_proj|mlp\.(gate|up)_proj"  # cut by rows, with their biases
 INPUTS = r"self_attn\.o_proj|mlp\.down_proj"  # cut by columns
-HEAD_NORMS = r"self_attn\.[qk]_norm"  # replicated, but each rank has only its own heads' gradient
-# Replicated completely: layers with a state, and the matrices that add a layer's own token embeddings.
+HEAD_NORMS = r"self_attn\.[qk]_norm"  # replicated, but each rank's gradient covers only its heads
+# Replicated completely: recurrent layers, and the matrices that add a layer's additional token embeddings.
 WHOLE = r"linear_attn\..+|(per_layer_input_gate|per_layer_projection)\.weight"
 _LAYER = r"(?:.*\.)?layers\.(\d+)\."
 WORDS = "self_attn.[q|k|v|o]_proj and mlp.[gate|up|down]_proj"
@@ -70,7 +70,7 @@ def problems(config: PreTrainedConfig, tp: int) -> list[str]:
 
 
 def _heads(layer: PreTrainedConfig) -> tuple[int, int]:
-    """Return the numbers of a layer's heads of queries and of keys."""
+    """Return the numbers of query heads and key heads of a layer."""
     return layer.num_attention_heads, getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
 
 
@@ -98,7 +98,7 @@ def dim_of(name: str) -> int | None:
 
 
 def rules(tp: int) -> dict:
-    """Return DeepSpeed's section of the JSON, with rules for all cut matrices; its default cuts the vision tower."""
+    """Return DeepSpeed's JSON section, with rules for all cut matrices: by default, it would also cut the tower."""
     inside = r"^language_model\..*\.layers\.\d+\."
     specs = [
         {"patterns": [rf"{inside}({OUTPUTS})(\.weight)?$"], "partition_type": "column"},
@@ -117,8 +117,8 @@ def place_matrices(engine, mesh: Mesh) -> None:
     """Record how the engine has cut the matrices, and disable its comparison of the first batches.
 
     DeepSpeed 0.19.8 pickles the batch of the first forward, sends it to the other ranks, and compares objects that
-    don't support comparison. Here the ranks of a group plan alike, and agree on which samples they could decode
-    (data/shared_loader.py).
+    don't support comparison. Its check is not needed, because the ranks of a group plan equal batches and agree on
+    which samples they could decode (data/shared_loader.py).
     """
     place = mesh.at("tp")
     assert engine.autotp_size() == place.size, f"DeepSpeed cuts matrices for {engine.autotp_size()} ranks"

@@ -1,9 +1,9 @@
-"""DeepSpeed's section of tensor parallelism in the JSON: only the size is read."""
+"""Read the number of ranks from DeepSpeed's tensor parallelism section in the JSON."""
 
 from llava_ds.engine.ds_config.draft import as_json, size_shown
 
 SECTION = "tensor_parallel"
-# Other keys: their values without an effect, and the advice for any other value.
+# Other keys, with their values that have no effect, and advice for all other values.
 _OTHERS = {
     "enabled": ((True,), "the size alone decides"),
     "tp_grain_size": ((1,), "matrices are cut into equal parts, by heads"),

@@ -1,7 +1,7 @@
 """Language-model families: names in LLaVA's format, names of configuration fields, and limits.
 
-To add a family: most need nothing here, because probe.py tries every causal language model of transformers on a small
-copy. Add a line to llava_classes.json if LLaVA has its own class for it, to MLP_WIDTHS if its configuration has
+Most new families need no change here, because probe.py tries every causal language model of transformers on a small
+copy. Add a line to llava_classes.json if LLaVA has its own class for the family, to MLP_WIDTHS if its configuration has
 another name for that width, and to TENSOR_PARALLEL of extensions/infer/engines.py once
 tests/extensions/infer/test_engines.py passes with it. Then add its small configuration to FAMILIES in
 tests/helpers/toys.py and a row to docs/language_models.md.
@@ -23,7 +23,7 @@ LLAVA_CLASSES: dict[str, tuple[str, str]] = {
     family: tuple(names)
     for family, names in json.loads(Path(__file__).with_name("llava_classes.json").read_text(encoding="utf-8")).items()
 }
-MOE_PREFIX = "moe_"  # MoE-LLaVA puts it before LLaVA's model_type
+MOE_PREFIX = "moe_"  # prefix that MoE-LLaVA adds to LLaVA's model_type
 PUBLISHED = "llava"  # model_type in LLaVA-1.5's published folders, for any language model
 
 # Names of the configuration field with the MLPs' width.
@@ -46,12 +46,12 @@ _LLAVA_NAMES = {
 
 
 def has_state(config: PreTrainedConfig) -> bool:
-    """True if some layers carry a state from token to token: attention's sample boundaries don't stop it."""
+    """True if some layers carry a state from token to token, and have to reset it at the start of each sample."""
     return STATEFUL in (getattr(config, "layer_types", None) or ())
 
 
 def state_heads(config: PreTrainedConfig) -> tuple[int, int]:
-    """Return the numbers of heads of keys and of values in layers with a state."""
+    """Return the number of key heads and the number of value heads in layers with a state."""
     return config.linear_num_key_heads, config.linear_num_value_heads
 
 
@@ -61,7 +61,7 @@ def num_attention_layers(config: PreTrainedConfig) -> int:
 
 
 def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """Return the configuration of every layer; heads may differ from layer to layer."""
+    """Return the configuration of every layer. Layers may differ in head width and number of heads."""
     different = getattr(config, "is_heterogeneous", False)  # from transformers 5.23 on
     return list(config.per_layer_config) if different else [config] * config.num_hidden_layers
 
@@ -95,13 +95,13 @@ def read_text_config(path: str | Path) -> PreTrainedConfig:
 
 
 def read_any_config(path: str | Path, where: str) -> PreTrainedConfig:
-    """Read the configuration in a folder as its transformers class. Raises ConfigError that names where."""
+    """Read the configuration in a folder as its transformers class. where: prefix of the ConfigError it may raise."""
     check_folder(path, where)
     return config_of(read_config(Path(path) / "config.json", where), where, str(path))
 
 
 def config_of(config: dict, where: str, path: str = "") -> PreTrainedConfig:
-    """Build a config.json's contents as its transformers class. Source: AutoConfig.from_pretrained."""
+    """Build the transformers configuration from the contents of a config.json. Source: AutoConfig.from_pretrained."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         why = f"transformers does not know model_type {shown(kind)}"
@@ -115,15 +115,15 @@ def config_of(config: dict, where: str, path: str = "") -> PreTrainedConfig:
 
 
 def is_llava_type(model_type: object) -> bool:
-    """True for a model_type of LLaVA's own format: one of LLaVA's, or "llava_" and a language model's model_type.
+    """True for a model_type of LLaVA's format: one of LLaVA's own, or "llava_" and a language model's model_type.
 
-    Export writes the latter for families without a LLaVA class.
+    Export writes the second form for families without a class in LLaVA.
     """
     return model_type == PUBLISHED or (isinstance(model_type, str) and _family_of(model_type) is not None)
 
 
 def _family_of(llava_type: str) -> str | None:
-    """Return the language model's model_type for one of LLaVA's or MoE-LLaVA's format; None for others."""
+    """Map a model_type of LLaVA's or MoE-LLaVA's format to the language model's; None for any other."""
     llava_type = llava_type.removeprefix(MOE_PREFIX)
     for family, (known, _) in LLAVA_CLASSES.items():
         if llava_type == known:
@@ -134,8 +134,8 @@ def _family_of(llava_type: str) -> str | None:
 
 
 def text_config_of_llava(config: dict, where: str) -> PreTrainedConfig:
-    """Return the language model's configuration from a config.json in LLaVA's format, where its fields are mixed with
-    LLaVA's. Raises ConfigError that names where."""
+    """Return the language model's configuration from a config.json in LLaVA's format: it mixes its fields with
+    LLaVA's. where: prefix of the ConfigError raised for invalid contents."""
     family = _family_of(config["model_type"])
     if config["model_type"] == PUBLISHED:
         by_class = {name: family for family, (_, name) in LLAVA_CLASSES.items()}
@@ -152,7 +152,7 @@ def text_config_of_llava(config: dict, where: str) -> PreTrainedConfig:
 def length_problem(config: PreTrainedConfig, max_length: int) -> str | None:
     """Return the reason why samples of max_length tokens are too long for the model, or None."""
     longest, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
-    if longest is not None and max_length > longest and not rope:  # a learned table has no row for more
+    if longest is not None and max_length > longest and not rope:  # learned positions end there
         return (
             f"--model_max_length is {max_length}, but the language model has {longest} positions: "
             f"give {longest} or less"
@@ -168,9 +168,9 @@ def length_problem(config: PreTrainedConfig, max_length: int) -> str | None:
 
 
 def hold_rotary_angles(model: nn.Module) -> None:
-    """Keep transformers from measuring the longest sample in every forward pass: the host would wait for the device.
+    """Keep transformers from computing the longest sample's length in every forward pass: this waits for the device.
 
-    FOLLOWING_ROPE models keep the angles of short samples; length_problem refuses longer ones.
+    Models of FOLLOWING_ROPE then always use the angles of short samples; length_problem refuses longer samples.
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) in FOLLOWING_ROPE:
@@ -189,19 +189,19 @@ def length_note(config: PreTrainedConfig, max_length: int) -> str | None:
 
 
 def trunk_name(config: PreTrainedConfig) -> str:
-    """Return the family's name for the model without its output layer."""
+    """Return the attribute name of the trunk: the model without its output layer."""
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].base_model_prefix
 
 
 def mlp_width(config: PreTrainedConfig) -> int:
-    """Return the width of its MLPs; four times the model's width if the configuration has no such field."""
+    """Return the width of the MLPs; four times the model's width if the configuration has no field for it."""
     return next((getattr(config, name) for name in MLP_WIDTHS if getattr(config, name, None)), 4 * config.hidden_size)
 
 
 def final_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
     """Apply Granite's division and the final soft cap to the output layer's result, if the model has them.
 
-    transformers' Llava leaves both out. They keep the order of the logits, so greedy answers don't change.
+    transformers' Llava applies neither. Both keep the order of the logits, so greedy answers don't change.
     """
     divisor, cap = logits_divisor(config), getattr(config, "final_logit_softcapping", None)
     logits = logits if divisor == 1 else logits / divisor
@@ -214,10 +214,10 @@ def logits_divisor(config: PreTrainedConfig) -> float:
 
 
 def names_in_hf(language_model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-    """Map each parameter's name in the family to its one or two names in a llava-hf folder.
+    """Map each parameter's name in the language model to its one or two names in a llava-hf folder.
 
-    There, the trunk is called model and the output layer lm_head. transformers' Llava ties lm_head only to an embedding
-    called embed_tokens: a tied embedding of another name is written under both names.
+    In such a folder the trunk is called model and the output layer lm_head. transformers' Llava ties lm_head only to an
+    embedding called embed_tokens, so a tied embedding with another name is written under two names.
     """
     trunk = f"{language_model.base_model_prefix}."
     names = {}
@@ -236,7 +236,7 @@ def is_tied_in_hf(language_model: PreTrainedModel) -> bool:
 
 
 def embedding_name(language_model: PreTrainedModel) -> str:
-    """Return the family's name for the token embedding matrix."""
+    """Return the name of the token embedding matrix."""
     embedding = language_model.get_input_embeddings().weight
     return next(name for name, parameter in language_model.named_parameters() if parameter is embedding)
 

@@ -1,7 +1,7 @@
 """The vision-tower families of --vision_tower, one declaration each.
 
-To add one: declare it here, and add its tiny folder to TOWERS in tests/helpers/toys.py; all tests of towers then run
-for it. If names of its tensors differ between disk and memory, map them in model/open/names.py.
+To add a family, declare it here and add its tiny folder to TOWERS in tests/helpers/toys.py; this runs all tests of
+towers for it. If transformers renames its tensors on loading, map the names in model/open/names.py.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ def _one(config: PreTrainedConfig) -> int:
 class TowerFamily:
     """A family of transformers' vision models.
 
-    name: its classes are named name + "Config" and name + "Model"; patch_embedding, norm: names of its first layer and
-    of the norm after the last layer; first_tokens: number of tokens before the patches (class token, then registers);
-    crops: its image processor crops the centre by default; any_size: it takes images of any size, so the image
-    processor chooses the size; any_shape: it can see images in their own shape (flex_tower.py); llavas: LLaVA's code
-    has a class for it; in_hf: prefix of its tensors' names in a llava-hf folder; settings: configuration values in
-    training that switch off randomness and parts that would never run; mlp_width: width of the MLPs in its layers;
-    problem: reason why a configuration can't be trained, "" if it can.
+    name: prefix of the class names (name + "Config", name + "Model"); patch_embedding, norm: names of the first layer
+    and of the norm after the last layer; first_tokens: number of tokens before the patches (class token, registers);
+    crops: the image processor crops the centre by default; any_size: the tower accepts images of any size, so the image
+    processor chooses the size; any_shape: it can process images in their own shape (flex_tower.py); llavas: LLaVA's
+    code has a class for it; in_hf: prefix of its tensor names in a llava-hf folder; settings: configuration values for
+    training, which disable randomness and modules that would never run; mlp_width: width of the layers' MLPs; problem:
+    the reason why a configuration can't be trained, or "".
     """
 
     name: str
@@ -43,12 +43,12 @@ class TowerFamily:
 
     @property
     def config(self) -> type[PreTrainedConfig]:
-        """The class of its configuration."""
+        """The family's configuration class."""
         return getattr(transformers, f"{self.name}Config")
 
     @property
     def model(self) -> type[PreTrainedModel]:
-        """The class of the model. transformers imports its file on first use."""
+        """The family's model class. transformers imports it on first use."""
         return getattr(transformers, f"{self.name}Model")
 
 
@@ -64,7 +64,7 @@ _DINOV2S = {
         "its MLPs have gates (use_swiglu_ffn): these are not supported" if config.use_swiglu_ffn else ""
     ),
 }  # fmt: skip
-# Keys: model_type of a vision model's own configuration.
+# Keys: model_type of the vision model's configuration.
 TOWERS = {
     "clip_vision_model": TowerFamily("CLIPVision", **_CLIPS, first_tokens=_one, crops=True, llavas=True),
     "siglip_vision_model": TowerFamily("SiglipVision", **_CLIPS, llavas=True, settings={"vision_use_head": False}),
@@ -77,7 +77,7 @@ TOWERS = {
         norm="norm",
         first_tokens=_with_registers,
         any_size=lambda config: True,
-        # Random shifts of positions, for pretraining only.
+        # These shift positions at random, and are for pretraining only.
         settings=dict.fromkeys(("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")),
     ),
     "aimv2_vision_model": TowerFamily(
@@ -96,7 +96,7 @@ TOWERS = {
         any_size=lambda config: True,
     ),
 }
-# Models of images and texts; only their vision model is used.
+# Image-text models, of which only the vision model is used: model_type of the whole, and of the vision model.
 PAIRS = {
     "clip": "clip_vision_model",
     "siglip": "siglip_vision_model",

@@ -1,4 +1,4 @@
-"""Images in their own shape, for --mm_native_resolution: their cells, and the tower's inputs."""
+"""Images in their own shape, for --mm_native_resolution: their cells, and the inputs that the tower needs for them."""
 
 import dataclasses
 import math
@@ -14,15 +14,15 @@ from llava_ds.geometry import ImageSpec, TiledImageOptions
 from llava_ds.layouts import MediaLayout
 from llava_ds.tilings import Cut, Size
 
-_FLEX_STEP = 1e-5  # precision of the scale
+_FLEX_STEP = 1e-5  # precision of the search for the scale
 
 
 @dataclass(frozen=True)
 class FlexTiling:
-    """Cells of SigLIP 2 NaFlex: the image in its own shape, with as many cells as allowed, one feature each.
+    """Cuts images in their own shape into as many cells as allowed, for SigLIP 2 NaFlex. A cell gives one feature.
 
-    side: of a cell in pixels; merge: patches along a side; most: maximum cells per image. Source: transformers'
-    Siglip2ImageProcessor, whose cells are single patches.
+    side: side of a cell in pixels; merge: number of patches along a side; most: maximum number of cells per image.
+    Source: transformers' Siglip2ImageProcessor, whose cells are single patches.
     """
 
     image_token: ClassVar[None] = None
@@ -54,7 +54,7 @@ class FlexTiling:
 
 @dataclass(frozen=True)
 class NativeImageOptions(TiledImageOptions):
-    """Options of images in their own shape, for --mm_native_resolution; tiles are cells."""
+    """Options of images in their own shape, for --mm_native_resolution. Their tiles are cells."""
 
     def tower_inputs(self, layouts: Sequence[MediaLayout]) -> dict[str, object]:
         """Return shapes (patches down and across of each image), cu_seqlens (images + 1,) int32 (start offsets of the

@@ -1,4 +1,4 @@
-"""Report files that transformers ignores, although they differ from the files it reads."""
+"""Report files in model folders that transformers ignores, if they differ from the files that it reads instead."""
 
 import contextlib
 import json
@@ -40,9 +40,9 @@ from llava_ds.model.open.weights import WHOLE, names_in, shapes_in, weight_files
 def ignored_files_of_folder(
     path: str | Path, where: str, *, images: bool = True, template: bool = False, weights: bool = True
 ) -> list[str]:
-    """Return one line about all ignored files of a folder, or [].
+    """Return a line about the ignored files of a folder that differ, or [].
 
-    where: prefix of error messages; images, template, weights: True for the contents read from the folder.
+    where: prefix of error messages; images, template, weights: True to compare files with these contents.
     """
     clauses = ignored_settings(path, where) if images else []
     if template and (taken := processor_template(path, where)) is not None:
@@ -56,7 +56,7 @@ def ignored_files_of_folder(
 
 
 def _ignored_adapters(path: Path) -> list[str]:
-    """Return a clause about a second file of an adapter's weights that peft does not read, or []."""
+    """Return a clause about a second file of adapter weights that peft ignores, if it differs; else []."""
     files = [file for name in ADAPTER_FILES if (file := path / name).is_file()]
     differs = difference(files[:1], files[1:]) if len(files) > 1 else ""
     return [f"weights come from {files[0].name}; {files[1].name} ({differs}) is ignored"] if differs else []
@@ -72,7 +72,7 @@ def ignored_weights(path: str | Path) -> list[str]:
         return []
     try:
         taken = weight_files(path)
-    except DataError:  # the code that reads the weights reports it; an estimate reads no weights
+    except DataError:  # the code that reads the weights reports this error; an estimate reads no weights
         return []
     groups = {}
     for name in WHOLE:
@@ -136,10 +136,10 @@ def ignored_settings(folder: str | Path, where: str) -> list[str]:
 
 
 def _others(folder: Path, taken: dict, other: dict, what: str) -> dict[str, tuple[object, object]]:
-    """Compare the settings of two files: (value used, value ignored) by name, where they differ.
+    """Return the settings that differ between two files, as (value used, value ignored) by name.
 
-    Compares settings as transformers' class interprets them, with its defaults and former names; verbatim if no class
-    runs without torchvision, or if the class refuses them.
+    Values are compared as transformers' class interprets them, including its defaults and former names. They are
+    compared verbatim if no class works without torchvision, or if the class refuses them.
     """
     if taken == other:
         return {}
@@ -173,7 +173,7 @@ def ignored_templates(folder: str | Path, where: str, template: str) -> list[str
 
 
 def _default(templates: object) -> object:
-    """Find a tokenizer's default among its named templates."""
+    """Return the default among a tokenizer's named templates."""
     if isinstance(templates, list):
         return next((t.get("template") for t in templates if isinstance(t, dict) and t.get("name") == "default"), None)
     return templates

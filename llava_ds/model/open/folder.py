@@ -48,16 +48,16 @@ def read_folder(path: str, model_base: str | None = None) -> ModelFolder:
 
 
 def projector_files(args: ModelArguments) -> dict[str, str]:
-    """Map flags to files that replace the model's projector; the last file also replaces newline and tower, if it has
-    them."""
+    """Map flags to the files that replace the model's projector. The last file also replaces newline and tower, if it
+    contains them."""
     found = {} if args.pretrain_mm_mlp_adapter is None else {PRETRAINED: args.pretrain_mm_mlp_adapter}
     return found | {flag: file for flags in args.own.values() for flag, file in flags.projector_files().items()}
 
 
 def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
-    """Fill in flags that the user did not give from the model's own settings. Returns the flags and lines about them.
+    """Fill in flags that the user did not give from the settings in the model's folder. Also returns lines to print.
 
-    Raises ConfigError for given flags that contradict the model, and for settings that no flag accepts.
+    Raises ConfigError if given flags contradict the model, or if no flag accepts one of its settings.
     """
     path = args.model.model_name_or_path
     folder = None if path is None else read_folder(path, args.model.model_base)

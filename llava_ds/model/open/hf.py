@@ -1,5 +1,5 @@
 # T tokens of all samples laid end to end, N image tiles, S side of the tower's square, D language-model width
-"""A LLaVA in transformers' own classes: the class of a folder, and training's merge of image features."""
+"""LLaVA models in transformers' classes: the class for a folder, and the merge of image features as in training."""
 
 import inspect
 from functools import partial
@@ -29,29 +29,29 @@ HF_CLASSES = {  # keys: model_type
 
 
 def hf_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Return transformers' class of a LLaVA or of an extension's architecture; None for another kind."""
+    """Return transformers' class for a LLaVA or for an extension's architecture; None for any other model."""
     if (architecture := architecture_of(config)) is not None:
         return architecture.outer_class()
     return HF_CLASSES.get(config.model_type)
 
 
-# Two models count as equal up to this difference of logits, relative to the largest magnitude: they sum in different
-# orders.
+# Largest difference of logits, relative to the largest magnitude, between two models that count as equal. They differ
+# because they sum in different orders.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 
 def attention_options(config: PreTrainedConfig) -> dict[str, object]:
     """Return from_pretrained's arguments for a LLaVA's attention, from its configuration.
 
-    For models with soft caps, transformers 5.17 defaults to SDPA and so leaves the caps out; 5.23 does not.
+    For models with soft caps, transformers 5.17 uses SDPA by default and ignores the caps; 5.23 does not.
     """
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return {"attn_implementation": {"text_config": "eager"}} if capped else {}
 
 
 def let_generate_take_embeddings(model: HFModel) -> None:
-    """Let generate() take inputs_embeds: transformers 5.23 looks for it in a signature, but some models take it by
-    **kwargs."""
+    """Let generate() accept inputs_embeds: transformers 5.23 looks for this name in the signature of
+    prepare_inputs_for_generation, but some models accept it in **kwargs."""
     own = model.prepare_inputs_for_generation
     if "inputs_embeds" in inspect.signature(own).parameters:
         return
@@ -65,8 +65,8 @@ def let_generate_take_embeddings(model: HFModel) -> None:
 def embed_batch(model: HFModel, batch: Batch, pixels: torch.Tensor) -> torch.Tensor:
     """Merge a batch's token embeddings and features as in training: (1, T, D). pixels (N, 3, S, S), normalised.
 
-    transformers' own merge differs: it cuts every image of a LlavaNext into tiles, even if a sample has several images,
-    and does not support frames.
+    transformers' own merge is different: it cuts every image of a LlavaNext into tiles, even in samples with several
+    images, and does not support video frames.
     """
     embeds, inner = model.get_input_embeddings()(batch.input_ids), model.model
     hidden = _tower_features(model, pixels, batch.tower)

@@ -1,5 +1,5 @@
 # B samples of a micro-batch, D width of the language model, n positions
-"""Objectives on the hidden state of every sample's last token before its answer, which is not learned."""
+"""Objectives on the hidden state of each sample's last token before its answer. The answer itself is not learned."""
 
 from dataclasses import dataclass
 
@@ -15,8 +15,8 @@ from llava_ds.model.open.value_head import answer_lengths
 
 @dataclass(frozen=True)
 class LastStates:
-    """The hidden states (B, D) of every sample's last token before its answer, or what a module of the model makes of
-    them."""
+    """Returns the hidden states (B, D) of each sample's last token before its answer. module: name of a module of the
+    model to apply to them, or None."""
 
     module: str | None = None
     shortens = True
@@ -29,13 +29,13 @@ class LastStates:
         return batch.target_positions[counts.cumsum(0) - counts]
 
     def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the states, or the module's output."""
+        """Return the hidden states, or the module's output for them."""
         return hidden if self.module is None else getattr(model, self.module)(hidden)
 
 
 @dataclass(frozen=True)
 class SampleObjective:
-    """An objective with a loss for every sample; a step's loss is their mean over all ranks (see Objective)."""
+    """Base of objectives with a loss per sample. A step's loss is the mean over the samples of all ranks."""
 
     num_sources: int
     grad_ranks: int
@@ -56,7 +56,7 @@ class SampleObjective:
 
 
 class FrozenOutputLayer(SessionPart):
-    """Freezes the output layer, which no such loss reaches, unless the input embeddings share its weight."""
+    """Freezes the output layer, because these losses don't use it, unless it shares its weight with the embeddings."""
 
     def built(self, model: LlavaModel) -> None:
         inputs, outputs = model.language_model.get_input_embeddings(), model.language_model.get_output_embeddings()

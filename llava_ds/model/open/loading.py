@@ -1,4 +1,4 @@
-"""Load weights from files into a model, tensor by tensor: a rank never holds more than its partition and a tensor."""
+"""Load weights from files into a model, tensor by tensor. A rank holds at most its partition and one more tensor."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.waiting import waiting
 
 MAX_SHOWN = 4  # number of problems named in one message
-MAX_NAME = 200  # characters of a tensor's name in a message
+MAX_NAME = 200  # maximum number of characters of a tensor's name in a message
 SUM_NUMBERS = 2**20
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # constants of glibc's malloc.h
 
@@ -30,13 +30,13 @@ def load_weights(
     copies: bool = True,
     elsewhere: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> None:
-    """Fill every parameter of a module, partitioned or not, and the source's buffers; verify parameters by checksum.
+    """Load all parameters of a module, partitioned or not, and its stored buffers. Verifies parameters by checksum.
 
-    module: or some of its parameters, by name; copies: False lets parameters be views of the mapped file (whose pages
-    all processes of a machine share), for a module in CPU memory that is moved or sharded next; elsewhere: names and
-    shapes of parameters on other ranks that the source must also have. Weights of quantized layers are packed on
-    reading, and summed packed. Raises DataError if a tensor is missing, has another shape or is not in the module, and
-    RuntimeError if the ranks' values differ from the files (writes to partitioned parameters can get lost silently).
+    module: a module, or some of its parameters by name; copies: if False, parameters become views of the mapped file,
+    whose pages all processes of a machine share (for a module in CPU memory that is moved or sharded next); elsewhere:
+    names and shapes of parameters on other ranks that the source must have as well. Weights of quantized layers are
+    packed when they are read. Raises DataError if a tensor is missing, has another shape or is not in the module, and
+    RuntimeError if values in the model differ from the files (writes to partitioned parameters can be lost silently).
     """
     check_fit(module, source, what, elsewhere)
     parameters, _ = _named(module)
@@ -71,14 +71,14 @@ def load_weights(
 
 
 def _gathered(parameter: nn.Parameter) -> contextlib.AbstractContextManager:
-    """Gather a partitioned parameter on all ranks; rank 0's changes are kept."""
-    import deepspeed  # takes seconds, and is only needed for partitioned parameters
+    """Gather a partitioned parameter on all ranks inside a context. At its end, rank 0's values are distributed."""
+    import deepspeed  # not at the top: it takes seconds, and only partitioned parameters need it
 
     return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
 
 
 def _named(module: nn.Module | dict[str, nn.Parameter]) -> tuple[dict[str, nn.Parameter], set[str]]:
-    """Return parameters by name, tied ones once, and the other names of tied ones."""
+    """Return the parameters by name, with tied parameters once, and the other names of tied parameters."""
     if isinstance(module, dict):
         return module, set()
     parameters = dict(module.named_parameters())
@@ -102,7 +102,7 @@ def check_fit(
     what: str,
     elsewhere: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> None:
-    """Compare names and shapes before anything is read, with the same result on every rank.
+    """Compare names and shapes before any tensor is read. The result is the same on all ranks.
 
     elsewhere: see load_weights. Raises DataError if a tensor is missing, has another shape or is not in the module.
     """
@@ -125,7 +125,7 @@ def check_fit(
 
 
 def check_depth(config: PreTrainedConfig, source: Weights, what: str) -> None:
-    """Raise DataError for a configuration with more layers than tensors, before the layers are built."""
+    """Raise DataError if the configuration has more layers than there are tensors. Call it before building layers."""
     if config.num_hidden_layers > len(source.shapes):
         raise DataError(
             f"{what} {source.path} does not fit the model: config.json says num_hidden_layers "
@@ -135,9 +135,9 @@ def check_depth(config: PreTrainedConfig, source: Weights, what: str) -> None:
 
 @contextlib.contextmanager
 def return_freed_memory() -> Iterator[None]:
-    """Return a tensor's memory to the system as soon as it is freed, if the C library is glibc.
+    """Inside this context, return freed tensors' memory to the system immediately, if the C library is glibc.
 
-    glibc keeps blocks below 32 MB in its heap; loading would grow the heap by more than the whole model.
+    By default glibc keeps freed blocks below 32 MB in its heap; loading would grow it by more than the whole model.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -146,7 +146,7 @@ def return_freed_memory() -> Iterator[None]:
     mallopt(M_MMAP_THRESHOLD, 2**20)
     try:
         yield
-    finally:  # threshold at which glibc's own adjustment ends: training reuses its blocks
+    finally:  # set the largest values of glibc's own adjustment, so that training reuses freed blocks
         mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
         mallopt(M_TRIM_THRESHOLD, 64 * 2**20)
 
@@ -159,7 +159,7 @@ def bit_view(tensor: torch.Tensor) -> torch.Tensor:
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Sum a tensor's bit patterns on its device: exact, independent of order, and additive over partitions."""
-    # In pieces, because the sum first converts its input to 64 bits.
+    # Sum piece by piece, because torch first converts its input to 64 bits.
     return torch.stack([piece.sum(dtype=torch.int64) for piece in bit_view(tensor).split(SUM_NUMBERS)]).sum()
 
 
@@ -181,13 +181,13 @@ def _check_arrival(parameters: dict[str, nn.Parameter], sums: torch.Tensor, rank
 
 
 def _own_partition(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's partition without padding."""
+    """Return this rank's partition of a parameter, without padding."""
     part, place = parameter.ds_tensor.flatten(), torch.distributed.get_rank(parameter.ds_process_group)
     return part[: max(0, min(part.numel(), parameter.ds_numel - place * part.numel()))]
 
 
 def is_packed(parameter: nn.Parameter) -> bool:
-    """True for a packed weight."""
+    """True for a weight that bitsandbytes has packed."""
     return type(parameter).__name__ in ("Params4bit", "Int8Params")
 
 
@@ -203,7 +203,7 @@ def is_4bit(layer: nn.Module) -> bool:
 
 
 def scales_of(layer: nn.Module) -> list[torch.Tensor]:
-    """Return the scales of a packed layer: the tensors, besides the integers, that its weight is computed from."""
+    """Return a packed layer's scales: all tensors from which its weight is computed, except the packed integers."""
     if not is_4bit(layer):
         return [layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB]
     state = layer.quant_state

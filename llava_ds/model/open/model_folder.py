@@ -23,13 +23,13 @@ STAGE_1_HINT = "it is stage 1's output: name it in --pretrain_mm_mlp_adapter, an
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder's content, independent of the flags.
+    """A model folder's content, independent of the flags.
 
-    kind: for messages; tokenizer: the folder with the tokenizer; flags: values that the model was trained with, by
-    flag; projector, newline, vision_tower: None if the folder lacks them; vision_config: of the tower in the folder;
-    trained_with: the tower that the model was trained with, and the width of its features; base: an adapter's base
-    model folder; tower_changes: the adapter's changes to a tower from another folder; architecture: of a folder that an
-    extension reads.
+    kind: description for messages; tokenizer: path of the folder with the tokenizer; flags: the values of flags that
+    the model was trained with; projector, newline, vision_tower: None if the folder lacks them; vision_config: the
+    configuration of the folder's tower; trained_with: path of the tower that the model was trained with, and width of
+    its features; base: the base model's folder, if this is an adapter; tower_changes: the adapter's changes to a tower
+    in another folder; architecture: the architecture if an extension reads the folder.
     """
 
     path: str
@@ -80,7 +80,7 @@ def read_model_config(path: str) -> dict:
 
 
 def has_only_projector(path: str) -> bool:
-    """True for stage 1's folder, not for LLaVA's whole models that also contain a projector's file."""
+    """True for a folder that stage 1 wrote. LLaVA's whole models may contain a projector file as well."""
     names = [file.name for file in Path(path).iterdir()] if Path(path).is_dir() else []
     models = [name for name in names if name.startswith(("model", "pytorch_model"))]
     return "mm_projector.bin" in names and not any(
@@ -89,12 +89,12 @@ def has_only_projector(path: str) -> bool:
 
 
 def without_adapter(source: Source | None) -> Source | None:
-    """Return the source of a part without its adapter; None for a part that only the adapter has."""
+    """Return the source of a part without the adapter's changes; None if only the adapter's folder has the part."""
     if source is None or Path(source.path).name == BESIDE_ADAPTER:
         return None
     return dataclasses.replace(source, changes=tuple(each for each in source.changes if not isinstance(each, Over)))
 
 
 def without_prefix(rename: Callable[[str], str | None]) -> Callable[[str], str | None]:
-    """Wrap a renaming to accept peft's prefixes, as in files of adapters."""
+    """Wrap a renaming function to accept names with peft's prefixes, as in adapter files."""
     return lambda name: rename(formats.plain_name(name))

@@ -1,4 +1,4 @@
-"""Plan a model from its folders: configurations, tokenizer, and names and shapes of all weights."""
+"""Plan a model from its folders: read configurations and tokenizer, and check names and shapes of all weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -29,13 +29,13 @@ from llava_ds.model.projector import Newline, build_projector
 from llava_ds.model.vision import TowerPlan
 from llava_ds.tokenizer import note_rows, open_tokenizer, read_template, tokens_without_rows
 
-# Settings that must be equal in two towers with the same weights.
+# Settings that must be equal for --vision_tower to count as the tower in the model's folder.
 _TOWER_SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size")
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Configurations and sources of a model's parts."""
+    """The configurations of a model's parts, and the sources of their weights."""
 
     folder: ModelFolder
     text_config: PreTrainedConfig
@@ -43,7 +43,7 @@ class Parts:
     sources: Sources
 
     def open_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Open the tokenizer, with LLaVA's ids or an architecture's own."""
+        """Open the tokenizer, as LLaVA does or as the architecture requires."""
         return _open_tokenizer(self.folder)
 
 
@@ -59,7 +59,7 @@ def _open_tokenizer(folder: ModelFolder) -> PreTrainedTokenizerBase:
 
 
 def read_parts(args: ModelArguments) -> Parts:
-    """Read the parts that the flags compose, from configurations and tensor names. Raises ConfigError and DataError."""
+    """Read the parts that the flags select, without reading tensors. Raises ConfigError and DataError."""
     folder = read_folder(args.model_name_or_path, args.model_base)
     tower, own, rest = _tower_of(folder, args)
     projector, newline = folder.projector, folder.newline
@@ -80,7 +80,7 @@ def read_parts(args: ModelArguments) -> Parts:
 
 
 def own_sources(args: ModelArguments) -> dict[str, Source]:
-    """Return the sources of extensions' modules: in the model's folder, else in the projector's folder."""
+    """Return the sources of extensions' modules: the folder of the last projector file, else the model's folder."""
     folders = {FLAG: args.model_name_or_path}
     folders |= {flag: str(Path(file).parent) for flag, file in projector_files(args).items()}
     parts = [formats.OWN + name for name in active(args.own).modules]
@@ -89,7 +89,7 @@ def own_sources(args: ModelArguments) -> dict[str, Source]:
 
 
 def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan, Source, Source | None]:
-    """Return the tower's plan, the source of the layers that run, and the source of the rest if it differs."""
+    """Return the tower's plan, the source of its weights, and the source of layers that the first lacks, or None."""
     if folder.architecture is not None:
         where, own = f"{FLAG} {folder.path}", Path(folder.path)
         files = (own / name for name in ("preprocessor_config.json", "processor_config.json"))
@@ -123,7 +123,7 @@ def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan, Sou
 
 
 def _tower_source(vision_tower: str, folder: ModelFolder) -> Source:
-    """Return the source of the tower, or of the two, that --vision_tower names."""
+    """Return the source of the one or two towers that --vision_tower names."""
     flag, (first, *others) = "--vision_tower", tower_folders(vision_tower)
     beside = [Source(flag, other, formats.second_tower_from_disk) for other in others]
     return Source(flag, first, formats.tower_from_disk, folder.tower_changes, *beside)
@@ -150,24 +150,24 @@ class ModelPlan:
     sources: Sources
     whole_last_layer: str | None  # why it computes all positions; None: supervised positions only
     has_value_head: bool = False
-    notes: tuple[str, ...] = ()  # lines about changes that the flags make to the model
+    notes: tuple[str, ...] = ()  # lines to print about changes by flags
     checkpoint: Path | None = None  # the checkpoint to resume from
-    only_products: str | None = None  # the only way to compute stacked matrices, if the model has only one
+    only_products: str | None = None  # the only usable method for stacked matrices, if only one is
     own: Mapping[str, object] = field(default_factory=dict)  # the extensions' plans, by extension name
 
     @property
     def architecture(self) -> Architecture | None:
-        """The architecture of a model that an extension reads; None for the core's composition."""
+        """The architecture, if an extension reads the model; None for tower, projector and language model."""
         return self.tower.architecture
 
     def last_layer_note(self) -> str:
-        """Describe, in one line, the positions that the last layer computes."""
+        """Return a line that says at which positions the last layer is computed."""
         if self.whole_last_layer is None:
             return "last layer of the language model: queries and MLP at supervised positions only"
         return f"last layer of the language model: at all positions ({self.whole_last_layer})"
 
     def fresh_note(self, part: str) -> str:
-        """Describe, in one line, a part that starts from random numbers."""
+        """Return a line about a part whose weights are initialised instead of loaded."""
         if part == "value_head":
             return "the value head starts from zeros"
         source = self.sources.of(part)
@@ -188,10 +188,10 @@ class ModelPlan:
 def fit_vocabulary(
     config: PreTrainedConfig, sources: Sources, tokenizer: PreTrainedTokenizerBase, args: ModelArguments
 ) -> tuple[PreTrainedConfig, Sources, list[str]]:
-    """Add the tokens and rows that the flags request, and record the number of rows on the tokenizer.
+    """Add the tokens and vocabulary rows that the flags request, and store the number of rows in the tokenizer.
 
-    Returns configuration and sources of the language model, and lines to print at the start. Raises ConfigError for
-    flags that resize twice.
+    Returns the language model's configuration, the sources, and lines to print. Raises ConfigError if two flags resize
+    the vocabulary.
     """
     lines: list[str] = []
     if args.mm_use_im_start_end or args.mm_use_im_patch_token or args.resize_token_embeddings:
@@ -203,10 +203,10 @@ def fit_vocabulary(
 
 
 def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) -> ModelPlan:
-    """Read configurations and tokenizer, and compare names and shapes of all weights with those of the model.
+    """Read configurations and tokenizer, and check that names and shapes of all weights fit the model.
 
-    value_head: add one, from its folder or of zeros. Raises ConfigError for unusable folders and missing
-    packages, and DataError for weights that don't fit.
+    value_head: True to add a value head, from the model's folder if that has one, else of zeros. Raises ConfigError for
+    unusable folders and missing packages, and DataError for weights that don't fit.
     """
     for wrap in active(args.own).wraps:
         wrap.check(args)
@@ -250,7 +250,7 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
 
 
 def _check_last_layers(args: ModelArguments, parts: Parts) -> None:
-    """Compare --unfreeze_topk_llm and --unfreeze_topk_vision with the numbers of layers."""
+    """Raise ConfigError if --unfreeze_topk_llm or --unfreeze_topk_vision exceeds the number of layers."""
     counts = {"unfreeze_topk_llm": parts.text_config.num_hidden_layers, "unfreeze_topk_vision": parts.tower.num_layers}
     problems = [
         f"--{flag} is {given}, but the model has {count} layers there: give at most that"
@@ -272,7 +272,7 @@ def _check_layer_embeddings(args: ModelArguments, parts: Parts) -> None:
 
 @dataclass(frozen=True)
 class OpenedPart:
-    """A part's weights, the flag that names them, and their files without changes."""
+    """A part's weights. what: the flag that names them; files: their files, without the changes in `weights`."""
 
     name: str
     weights: Weights
@@ -289,9 +289,9 @@ class OpenedPart:
 
 
 def open_part(name: str, plan: ModelPlan) -> OpenedPart | None:
-    """Open the weights of a part; None for a part that starts from random numbers, or a value head from zeros.
+    """Open the weights of a part. Returns None for a part that is initialised instead of loaded.
 
-    LLaVA-1.5's stage-1 files contain no newline.
+    A newline may be missing in its source, because LLaVA-1.5's stage-1 files contain none.
     """
     source = plan.sources.of(name)
     if source is None:
@@ -305,14 +305,14 @@ def open_part(name: str, plan: ModelPlan) -> OpenedPart | None:
 
 
 def part_weights(name: str, plan: ModelPlan, args: ModelArguments, seed: int) -> Weights:
-    """Return the weights of a part: from its source, or initialised."""
+    """Return the weights of a part, opened from its source or newly initialised."""
     opened = open_part(name, plan)
     return TensorSource(_fresh(name, plan, args, seed).state_dict(), "(fresh)") if opened is None else opened.weights
 
 
 def _fresh(name: str, plan: ModelPlan, args: ModelArguments, seed: int) -> torch.nn.Module:
-    """Make a randomly initialised projector, newline or extension's module, or a value head. The same for any ZeRO
-    stage, precision and number of ranks."""
+    """Make a newly initialised projector, newline, value head or extension's module. Its weights don't depend on ZeRO
+    stage, precision or number of ranks."""
     if name == "value_head":
         from llava_ds.model.open.value_head import ValueHead
 
@@ -321,7 +321,7 @@ def _fresh(name: str, plan: ModelPlan, args: ModelArguments, seed: int) -> torch
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return active(args.own).modules[name.removeprefix(formats.OWN)](plan.text_config, plan.tower, args)
-    with torch.random.fork_rng(devices=[]):  # numbers are drawn on the CPU
+    with torch.random.fork_rng(devices=[]):  # on the CPU, so that all devices give the same numbers
         torch.manual_seed(seed)
         projector = build_projector(args.mm_projector_type, plan.tower.width, plan.hidden_size)
         return projector if name == "projector" else Newline(plan.hidden_size)

@@ -1,4 +1,4 @@
-"""Map tensor names between this package, LLaVA's files and llava-hf folders. Only this file maps them.
+"""Map tensor names between this package, LLaVA's files and llava-hf folders. No other file maps them.
 
 Here:      vision_tower.tower.*   projector.layers.{0,2}.*   language_model.*
 LLaVA:     model.vision_tower.vision_tower.vision_model.*   model.mm_projector.{0,2}.*, or model.mm_projector.* for a
@@ -43,12 +43,12 @@ def value_head_file(folder: str | Path) -> Path | None:
 
 
 def is_of_child(name: str) -> bool:
-    """True for a parameter of a model that trains as another's child: no model file contains it."""
+    """True for a parameter of a child model: it trains with the main model, but is in no model file."""
     return name.partition(".")[0] not in PARTS and not name.startswith(OWN)
 
 
 def projector_to_llava(name: str, kind: str) -> str:
-    """Map "projector.layers.0.weight" or the newline to its name in LLaVA's mm_projector.bin, by kind of projector."""
+    """Map "projector.layers.0.weight" or the newline to its name in LLaVA's mm_projector.bin. kind: projector kind."""
     if name == NEWLINE:
         return LLAVA_NEWLINE
     if name.startswith(LANGUAGE_MODEL):  # embeddings that trained with the projector
@@ -60,7 +60,7 @@ def projector_to_llava(name: str, kind: str) -> str:
 def projector_from_llava(name: str) -> str | None:
     """Map a name in a projector file to one in the projector module ("layers.0.weight"); None for other tensors.
 
-    Like LLaVA, accepts any prefix before "mm_projector.": runs with adapters and whole checkpoints write some.
+    Like LLaVA, it accepts any prefix before "mm_projector.", because runs with adapters and whole checkpoints have one.
     """
     if own := re.search(r"(?:^|\.)mm_projector\.(own\..+)$", name):  # an extension's
         return f"layers.{own[1]}"
@@ -74,7 +74,7 @@ def newline_from_llava(name: str) -> str | None:
 
 
 def plain_name(name: str) -> str:
-    """Map a name in files of LLaVA's adapters or of peft to the model's own name."""
+    """Map a name in adapter files of LLaVA or peft to the name in the model without adapters."""
     if name.startswith(("base_model.model.", "model.model.")):
         name = name.removeprefix("base_model.").removeprefix("model.")
     return name.replace(".modules_to_save.", ".").replace(".base_layer.", ".")
@@ -83,7 +83,7 @@ def plain_name(name: str) -> str:
 def language_model_from_disk(name: str, trunk: str = "model") -> str | None:
     """Map a name in a causal language model's folder to one in the model; None for computed tables in old files.
 
-    trunk: name of the model without its output layer. OPT's and GPT-2's published files omit this name.
+    trunk: attribute name of the model without its output layer. OPT's and GPT-2's published files omit this prefix.
     """
     if name.endswith("rotary_emb.inv_freq") or re.search(r"(?:^|\.)h\.\d+\.attn\.(?:masked_)?bias$", name):
         return None
@@ -91,7 +91,7 @@ def language_model_from_disk(name: str, trunk: str = "model") -> str | None:
 
 
 def language_model_from_llava(name: str, trunk: str = "model") -> str | None:
-    """Map a name in LLaVA's format to the language model's; None for LLaVA's other parts."""
+    """Map a name in LLaVA's format to one in the language model; None for names of other parts."""
     beside = name.startswith(("model.mm_", "model.vision_", "model.image_"))
     return None if beside else language_model_from_disk(name, trunk)
 
@@ -103,9 +103,9 @@ def tower_from_llava(name: str) -> str | None:
 
 
 def language_model_from_hf(name: str, inner: str) -> str | None:
-    """Map a name in a folder of transformers' Llava, old or new, to the language model's; None for other tensors.
+    """Map a name in a folder of transformers' Llava, old or new, to one in the language model; None for other tensors.
 
-    inner: the causal language model's name for its trunk.
+    inner: attribute name of the trunk in the causal language model.
     """
     for trunk in ("model.language_model.", "language_model.model."):
         if name.startswith(trunk):
@@ -152,7 +152,7 @@ def _tower_in_memory(name: str) -> str:
     return name
 
 
-# DINOv2's and DINOv3's tensors that transformers renames on reading. Source: its conversion_mapping.py.
+# Names of DINOv2's and DINOv3's tensors that transformers changes on loading. Source: its conversion_mapping.py.
 _RENAMED_IN_TOWERS = (
     (re.compile(r"\.attention\.attention\.(?:(q)uery|(k)ey|(v)alue)\."), r".attention.\1\2\3_proj."),
     (re.compile(r"\.attention\.output\.dense\."), ".attention.o_proj."),
@@ -161,7 +161,7 @@ _RENAMED_IN_TOWERS = (
 
 
 def tower_to_disk(name: str, kind: str) -> str:
-    """Map a tower's name in memory to the one on disk. kind: the tower's model_type."""
+    """Map a tensor's name in a tower to its name on disk. kind: the tower's model_type."""
     if kind.startswith("dinov2"):
         words = {"q_proj": "attention.query", "k_proj": "attention.key", "v_proj": "attention.value",
                  "o_proj": "output.dense"}  # fmt: skip
@@ -170,8 +170,8 @@ def tower_to_disk(name: str, kind: str) -> str:
 
 
 def runs_in_tower(name: str, num_layers: int) -> bool:
-    """True for parameters that a tower of num_layers layers uses; False for later layers, final norm, pooling head and
-    mask token."""
+    """True for parameters that are used if a tower runs num_layers layers. Later layers, the final norm, the pooling
+    head and the mask token are not."""
     layer = re.match(r"tower\.(?:encoder\.layers?|model\.layer)\.(\d+)\.", name)
     never = ("tower.post_layernorm.", "tower.layernorm.", "tower.norm.", "tower.rms_norm.", "tower.head.")
     is_used = not name.startswith(never) and name != "tower.embeddings.mask_token"
@@ -179,7 +179,7 @@ def runs_in_tower(name: str, num_layers: int) -> bool:
 
 
 def unused_group(name: str) -> str:
-    """Return the group under which to report an unused tensor."""
+    """Return the name of the group in which an unused tensor is reported."""
     if name.endswith("rotary_emb.inv_freq") or name.endswith("embeddings.position_ids"):
         return "computed tables"
     if name.startswith(("text_model.", "visual_projection.", "text_projection.", "logit_scale", "logit_bias")):
@@ -188,14 +188,14 @@ def unused_group(name: str) -> str:
 
 
 def to_own_parts(name: str) -> str:
-    """Map a parameter's name here to its name in transformers' Llava with this package's tower and projector."""
+    """Map a parameter's name here to its name in transformers' Llava with this package's tower and projector inside."""
     return "multi_modal_projector." + name.removeprefix("projector.") if name.startswith(PROJECTOR) else name
 
 
 def to_hf(name: str, tower: str = "clip_vision_model", in_hf: str = "vision_model.") -> str:
     """Map a parameter's name here to its name in a llava-hf folder, in the spelling that every version reads.
 
-    tower: the tower's model_type; in_hf: prefix of its family's names there.
+    tower: the tower's model_type; in_hf: TowerFamily.in_hf of its family.
     """
     if name.startswith(TOWER):
         return f"vision_tower.{in_hf}" + tower_to_disk(name, tower).removeprefix(TOWER)
@@ -208,9 +208,9 @@ def to_hf(name: str, tower: str = "clip_vision_model", in_hf: str = "vision_mode
 
 
 def to_transformers(name: str) -> str:
-    """Map a name in a folder of transformers' Llava, old or new, to the one in its class in memory.
+    """Map a name in a folder of transformers' Llava, old or new, to the name in transformers' class.
 
-    Keeps "vision_model" in a tower's names, though some classes lack it in memory.
+    Keeps "vision_model" in a tower's names, although some classes have no such module.
     Source: transformers' conversion_mapping.py, "llava".
     """
     if name.startswith("language_model.lm_head."):
@@ -223,7 +223,7 @@ def to_transformers(name: str) -> str:
 
 
 def to_llava(name: str, kind: str) -> str:
-    """Map a parameter's name here to its name in LLaVA's folder of a whole model, by kind of projector."""
+    """Map a parameter's name here to its name in a whole model's folder in LLaVA's format. kind: projector kind."""
     if name.startswith("vision_tower.tower."):
         return "model.vision_tower.vision_tower.vision_model." + name.removeprefix("vision_tower.tower.")
     if name.startswith(PROJECTOR) or name == NEWLINE:

@@ -1,4 +1,4 @@
-"""Weights in torch's pickled files (.bin, .pt, .pth)."""
+"""Load weights from torch's pickled files (.bin, .pt, .pth)."""
 
 import pickle
 import re
@@ -12,7 +12,7 @@ from llava_ds.files.model_files import shown
 
 
 def load_pickle(file: Path) -> dict[str, torch.Tensor]:
-    """Load the tensors of a .bin file, mapped if its format allows it (all since torch 1.6)."""
+    """Load the tensors of a pickled file. Files since torch 1.6 are mapped into memory. Raises DataError."""
     try:
         if (mapped := zipfile.is_zipfile(file)) and (packed := _compressed(file)):
             raise DataError(f"{file} is refused: its {packed} is compressed, unlike torch's files: copy it again")
@@ -40,20 +40,20 @@ def load_pickle(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _compressed(file: Path) -> str | None:
-    """Return the name of a compressed member of a zip, or None: a megabyte could expand to fill the memory."""
+    """Return the name of a compressed member of a zip file, or None. A small member could expand to fill the memory."""
     with zipfile.ZipFile(file) as zipped:
         return next((one.filename for one in zipped.infolist() if one.compress_type != zipfile.ZIP_STORED), None)
 
 
 def _is_plain(name: object, tensor: torch.Tensor) -> bool:
-    """True for a dense tensor with full storage: a pickle may expand one number to a terabyte."""
+    """True for a dense CPU tensor whose storage has all its elements. A pickle may expand one number to a terabyte."""
     if not isinstance(name, str) or tensor.layout != torch.strided or tensor.device.type != "cpu":
         return False
     return not tensor.is_quantized and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
 def refused_name(error: pickle.UnpicklingError) -> str | None:
-    """Return the name that torch refused to unpickle; None if the file is damaged."""
+    """Return the name of the object that torch refused to unpickle; None if the file is damaged."""
     named = re.search(r"GLOBAL (\S+)", str(error))
     return named and named[1]
 

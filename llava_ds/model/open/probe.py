@@ -1,8 +1,8 @@
 # T tokens of all samples laid end to end, D language-model width, V vocabulary
-"""Try a language model on a small random copy before the large one is built.
+"""Test a language model on a small random copy before the model is built.
 
-A list of names can't replace it: families treat position_ids, attention's keyword arguments and a missing mask
-differently, and an ignored argument changes the maths silently.
+A list of supported names can't replace this test: families treat position_ids, attention's keyword arguments and a
+missing mask differently, and an ignored argument silently changes the result.
 """
 
 import copy
@@ -20,19 +20,19 @@ from llava_ds.model.open.loading import persistent_buffers
 
 LENGTHS = (3, 11, 7)  # tokens per sample
 WINDOW, CAP = 4, 2.0  # the copy's sliding windows and soft caps, small enough to take effect
-DECAY = ".A_log"  # parameter that makes a state fade, by exp(-exp(A_log)) or more per token
-BOUND = 2.0  # bound of a tower's values, if bounded: small enough to take effect
+DECAY = ".A_log"  # parameter that determines how fast a state decays, exp(A_log) being its rate
+BOUND = 2.0  # value for bounds of a tower's activations, if it has any: small enough to take effect
 WIDTH, VOCABULARY = 64, 48  # the copy's MLP width and number of tokens
 NO_INTERFACE = "its attention or its positions don't follow transformers' interface"
-MAX_COPY_BYTES = 2**30  # limit of the copy's size; published models' copies take some megabytes
-TOLERANCE = 1e-3  # relative to the largest logit; in fp32 equal maths differ by 1e-6, unequal maths by far more
+MAX_COPY_BYTES = 2**30  # largest size of the copy; copies of published models take a few megabytes
+TOLERANCE = 1e-3  # relative to the largest logit; rounding in fp32 causes 1e-6, a different computation far more
 
 
 class Findings(NamedTuple):
-    """Findings about a language model.
+    """Results of the test of a language model.
 
-    problem: reason why it can't be trained, or None; whole_last_layer: reason why its last layer must be computed at
-    all positions, None if supervised ones are enough.
+    problem: the reason why it can't be trained, or None; whole_last_layer: the reason why its last layer must be
+    computed at all positions, or None if it can be computed at supervised positions only.
     """
 
     problem: str | None
@@ -40,7 +40,7 @@ class Findings(NamedTuple):
 
 
 def check_language_model(path: str, config: PreTrainedConfig) -> Findings:
-    """Raise ConfigError for a language model that would not be trained correctly."""
+    """Test a language model. Raises ConfigError if it would not be trained correctly."""
     findings = examine(config)
     if findings.problem:
         raise ConfigError(
@@ -50,12 +50,12 @@ def check_language_model(path: str, config: PreTrainedConfig) -> Findings:
 
 
 def examine(config: PreTrainedConfig) -> Findings:
-    """Try a language model on a small copy.
+    """Test a language model on a small copy with random weights.
 
-    The copy has random weights. Its logits for samples laid end to end with this package's attention must equal those
-    for each sample alone with transformers' attention. They must be the output layer's result on the last hidden
-    states, because transformers' Llava has nothing after it. The last layer is also tried at some positions only, with
-    last_layer.py.
+    The copy's logits for samples laid end to end, with this package's attention, must equal the logits for each sample
+    alone with transformers' attention. They must also be the output layer's result for the last hidden states, because
+    transformers' Llava does nothing after the output layer. Finally, the last layer is tested at some positions only
+    (last_layer.py).
     """
     if problem := _config_problem(config):
         return Findings(problem)
@@ -120,7 +120,7 @@ def _packed(model: nn.Module, embeds: torch.Tensor, lengths: tuple[int, ...]) ->
 
 
 def rebuilt(drawn: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Rebuild a random_copy in another precision: a cast would also round the rotary frequencies."""
+    """Rebuild a random_copy in another precision. A cast would round the rotary frequencies, too."""
     model = AutoModelForCausalLM.from_config(
         copy.deepcopy(drawn.config), attn_implementation=attention.register(), dtype=dtype
     )
@@ -130,8 +130,8 @@ def rebuilt(drawn: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @torch.no_grad()
 def difference_of_a_pack(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the difference between a small copy's logits on a device packed and one by one, relative to the largest
-    logit."""
+    """Return the largest difference between a small copy's logits for packed and for single samples on a device,
+    relative to the largest logit."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = rebuilt(random_copy(config), dtype).to(device)
@@ -144,8 +144,8 @@ def difference_of_a_pack(config: PreTrainedConfig, device: torch.device, dtype: 
 def small_copy(config: PreTrainedConfig, twice: bool = False) -> PreTrainedConfig:
     """Reduce a configuration to few heads of unchanged width and one layer of each kind, at least two layers.
 
-    The last layer is the model's last one. twice: repeat the layers, so that a later layer reads every kind's output at
-    every token; ignored if layers share keys, because their kinds already alternate.
+    The copy's last layer is the model's last layer. twice: repeat the layers, so that a later layer reads the output of
+    every kind of layer at every token; ignored if layers share keys, because their kinds already alternate.
     """
     small, layers = copy.deepcopy(config), layer_configs(config)
     first = layers[0]  # if heads differ, the other layers' configurations override it
@@ -200,7 +200,7 @@ def small_copy(config: PreTrainedConfig, twice: bool = False) -> PreTrainedConfi
 
 
 def _heads_of(layer: PreTrainedConfig) -> tuple[int | None, int | None]:
-    """Return the width of a layer's heads and its number of key heads, from its configuration."""
+    """Return the head width and the number of key heads in a layer's configuration."""
     return getattr(layer, "head_dim", None), getattr(layer, "num_key_value_heads", None)
 
 
@@ -218,8 +218,8 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 @torch.no_grad()
 def draw(model: nn.Module) -> None:
-    """Set all parameters to random numbers large enough that every part of a layer changes the logits, and buffers
-    stored on disk to plausible numbers."""
+    """Set all parameters to random numbers that are large enough for every part of a layer to change the logits.
+    Buffers that are stored on disk get plausible values."""
     for name, parameter in model.named_parameters():
         if name.endswith(DECAY):
             parameter.normal_(-3, 1)  # with the default, most states would fade before the next sample begins
@@ -242,7 +242,7 @@ def draw(model: nn.Module) -> None:
 
 
 def _end_problem(model: nn.Module) -> str | None:
-    """Return the problem with modules outside the layers that transformers' Llava can't hold, or None."""
+    """Return the reason why transformers' Llava can't hold the output layer or modules outside the trunk, or None."""
     if not isinstance(model.base_model, MODEL_MAPPING[type(model.config)]):
         return "transformers' Llava would build a different model from its configuration"
     head = model.get_output_embeddings()
@@ -276,7 +276,7 @@ def _difference(model: nn.Module, reference: nn.Module) -> str | None:
 def _last_layer_problem(model: nn.Module) -> str | None:
     """Return the reason why the last layer can't be computed at some positions only, or None.
 
-    Tries few positions of one sample, many of another, and none of a third.
+    Tests few positions of one sample, many of another, and none of a third.
     """
     inputs = random_inputs(model)
     second = LENGTHS[0]

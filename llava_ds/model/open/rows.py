@@ -25,11 +25,11 @@ NUM_MARKS = 2  # <im_start> and <im_end>
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of the vocabulary, old and new.
+    """Plan for resizing the vocabulary.
 
-    inputs, outputs: names of the parameters with a row per token (outputs: the output layer's weight and perhaps bias);
-    layers: names of per-layer embeddings; new: LLaVA's tokens in the last rows, initialised with the mean of the other
-    rows; before: the configuration's number of rows; None if any number will do.
+    total: new number of rows; new: LLaVA's tokens, whose rows are the last ones and start as the mean of the others;
+    inputs, outputs, layers: names of the parameters with a row per token (input embedding, weight and bias of the
+    output layer, per-layer embeddings); before: number of rows that files must have, None for any number.
     """
 
     total: int
@@ -41,7 +41,7 @@ class Rows:
 
     @property
     def names(self) -> frozenset[str]:
-        """All parameters with a row per token."""
+        """Names of all parameters with a row per token."""
         return frozenset((self.inputs, *self.outputs, *self.layers))
 
 
@@ -63,12 +63,12 @@ def plan_rows(config: PreTrainedConfig, total: int, new: tuple[str, ...] = (), b
 
 
 class Resized:
-    """A language model's weights with another number of rows; new rows are the mean of the others.
+    """A language model's weights with another number of vocabulary rows. New rows are the mean of the others.
 
-    With rows.before, rows are only added, and a new entry of the output layer's bias is also the mean. Without, rows
-    beyond the tokenizer's length are cut off or given to the new tokens, and the bias of new tokens is zero, as in
-    LLaVA. learned: new rows of the embedding from a projector's file. Raises DataError if the files' number of rows
-    differs from rows.before.
+    If rows.before is given, rows are only added, and new entries of the output layer's bias are the mean as well. If it
+    is None, rows beyond the tokenizer's length are removed or used for new tokens, and the bias of new tokens is zero,
+    as in LLaVA. learned: a projector file's weights, with trained rows of the new tokens. Raises DataError if the
+    number of rows in the files is not rows.before.
     Source: LLaVA's initialize_vision_tokenizer, and transformers' resize_token_embeddings with mean_resizing.
     """
 
@@ -132,7 +132,7 @@ class Resized:
 def add_rows(
     config: PreTrainedConfig, sources: Sources, tokenizer: PreTrainedTokenizerBase, args: ModelArguments
 ) -> tuple[PreTrainedConfig, Sources, list[str]]:
-    """Add the tokens and rows that the flags request. See fit_vocabulary."""
+    """Add the tokens and rows that the flags request. For the result see fit_vocabulary."""
     marks = [name for name in ("mm_use_im_start_end", "mm_use_im_patch_token") if getattr(args, name)]
     added = add_image_tokens(tokenizer, args)
     if marks and args.resize_token_embeddings:
@@ -159,7 +159,7 @@ def _resize_as_llava(
 def _grow(
     config: PreTrainedConfig, sources: Sources, tokenizer: PreTrainedTokenizerBase, args: ModelArguments
 ) -> tuple[PreTrainedConfig, Sources, list[str]]:
-    """Grow the vocabulary for --resize_token_embeddings; never cuts off a row."""
+    """Grow the vocabulary for --resize_token_embeddings. Rows are never removed."""
     before, needed, multiple = config.vocab_size, num_rows(tokenizer), args.pad_embeddings_to_multiple_of or 1
     total = -(-max(before, needed) // multiple) * multiple
     if total == before:
@@ -177,7 +177,7 @@ def _grow(
 
 
 def frozen_rows(model: nn.Module, args: ModelArguments) -> list[str]:
-    """Return a warning if --resize_token_embeddings adds rows to parameters that these flags freeze. model: a
+    """Return a warning if --resize_token_embeddings adds rows to parameters that other flags freeze, else []. model: a
     LlavaModel without weights."""
     if not args.resize_token_embeddings:
         return []
@@ -216,5 +216,5 @@ def _with_rows(
 
 
 def _embedding(name: str, inputs: str) -> str | None:
-    """Map a name in a projector's file to inputs, the embedding's name; None for other tensors."""
+    """Return `inputs`, the name of the input embedding, for the embedding's name in a projector file; else None."""
     return inputs if formats.plain_name(name) == inputs else None

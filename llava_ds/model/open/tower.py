@@ -19,12 +19,12 @@ from llava_ds.model.vision import TowerPlan, num_running_layers, side_of
 
 MAX_SIDE = 4096  # largest side in pixels that an image processor may choose
 
-FLEX_PATCHES = 256  # max_num_patches of a SigLIP 2 for any shape, if its image processor's files lack it
+FLEX_PATCHES = 256  # default of max_num_patches in the image processor of SigLIP 2 NaFlex
 
 
 def read_tower(path: str | Path, args: ModelArguments) -> TowerPlan:
-    """Plan the tower in a folder, or two towers in comma-separated folders. Raises ConfigError for folders without a
-    tower, and for two that don't fit each other."""
+    """Plan the tower in a folder, or two towers in comma-separated folders. Raises ConfigError if a folder has no
+    tower, or if two towers can't be combined."""
     folders = tower_folders(str(path))
     if len(folders) > 2:
         raise ConfigError(f"--vision_tower {path} names {len(folders)} towers: give one or two")
@@ -34,7 +34,7 @@ def read_tower(path: str | Path, args: ModelArguments) -> TowerPlan:
 
 
 def _read_second(first: TowerPlan, folder: str, second: str, args: ModelArguments) -> TowerPlan:
-    """Plan a second tower. It sees the first tower's images, normalised by its own mean and deviation."""
+    """Plan a second tower. It gets the first tower's images, normalised by its own mean and standard deviation."""
     others = {
         "--mm_vision_select_feature cls_patch": first.images.class_token,
         "--s2 True": args.s2,
@@ -62,7 +62,7 @@ def _read_second(first: TowerPlan, folder: str, second: str, args: ModelArgument
 
 
 def plan_tower(config: PreTrainedConfig, processor: dict, where: str, args: ModelArguments) -> TowerPlan:
-    """Plan a tower from its configuration and that of its image processor. Raises ConfigError that names where."""
+    """Plan a tower from its configuration and its image processor's settings. where: prefix of errors (ConfigError)."""
     layers, select_layer = config.num_hidden_layers, args.mm_vision_select_layer
     if not 0 < num_running_layers(layers, select_layer) <= layers:
         raise ConfigError(
@@ -104,7 +104,7 @@ def plan_tower(config: PreTrainedConfig, processor: dict, where: str, args: Mode
 
 
 def _plan_in_any_shape(config: PreTrainedConfig, processor: dict, where: str, args: ModelArguments) -> TowerPlan:
-    """Plan a tower that sees images in their own shape; its tiles are cells of the image."""
+    """Plan a tower for images in their own shape. Its tiles are cells of the image."""
     if not tower_family(config).any_shape or args.s2:
         problem = (
             "--s2 True (for squares only)" if args.s2 else f"{where}, a {config.model_type} (it sees squares only)"
@@ -124,13 +124,13 @@ def _plan_in_any_shape(config: PreTrainedConfig, processor: dict, where: str, ar
 
 
 def _colours(processor: dict) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and deviation per channel; any values if only the tower's sizes are needed."""
+    """Return mean and standard deviation per channel; 0.5 for each that the settings lack."""
     mean, std = (tuple(processor.get(name, [0.5] * 3)) for name in ("image_mean", "image_std"))
     return mean, std
 
 
 def _uneven(kind: str, side: int, where: str) -> str:
-    """Build the message for squares that don't divide the patches evenly. side: patches in a row."""
+    """Return the message for squares that don't fill the grid of patches. side: number of patches in a row."""
     fitting = [stride for stride in range(2, 10) if side % stride == 0]
     plain, _, end = kind.rpartition("_")
     instead = f"give _{end[:-1]}{fitting[0]}" if fitting else f"give {plain}"
@@ -178,7 +178,7 @@ def vision_config(config: dict, where: str) -> PreTrainedConfig:
 
 
 def read_processor(path: str | Path, where: str) -> dict:
-    """Read a folder's image processor settings, from the file that transformers would use."""
+    """Read a folder's image processor settings from the file that transformers would use."""
     settings, file = image_settings(path, where)
     if settings.get("do_normalize") is False:
         settings |= {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
@@ -188,8 +188,8 @@ def read_processor(path: str | Path, where: str) -> dict:
 
 
 def read_whole_processor(path: str | Path, where: str) -> dict:
-    """Read the settings of a folder's whole processor. Its video_processor comes from the file that transformers would
-    use."""
+    """Read the settings of a folder's processor, with the video processor's settings as "video_processor", from the
+    files that transformers would use."""
     videos, _ = video_settings(path, where)
     return {**whole_settings(path, where), **({"video_processor": videos} if videos else {})}
 
@@ -213,9 +213,9 @@ def _processor_problem(settings: dict) -> str | None:
 
 
 def _stretches(processor: dict, config: PreTrainedConfig, where: str) -> bool:
-    """True if the image processor scales both sides to a square, False if it scales the shorter side and crops.
+    """True if the image processor scales both sides to form a square, False if it scales the shorter side and crops.
 
-    Raises ConfigError if the result is not square, or if it stretches and then crops.
+    Raises ConfigError if its images are not square, or if it stretches images and then crops them.
     """
     size, crops = processor.get("size"), processor.get("do_center_crop", tower_family(config).crops)
     given = {name for name, side in size.items() if side is not None} if isinstance(size, dict) else set()
@@ -237,8 +237,8 @@ def _stretches(processor: dict, config: PreTrainedConfig, where: str) -> bool:
 
 
 def _image_size(config: PreTrainedConfig, processor: dict, stretch: bool, where: str) -> int:
-    """Return the side of the square in pixels: the image processor's, if the tower takes any size; for a SigLIP 2 of
-    any aspect ratio, the square that it was trained on."""
+    """Return the side of the tower's square images in pixels: the image processor's, if the tower accepts any size; for
+    SigLIP 2 NaFlex, that of the square with as many patches as in its configuration."""
     if config.model_type == "siglip2_vision_model":
         side = math.isqrt(config.num_patches)
         if side**2 != config.num_patches:
@@ -259,7 +259,7 @@ def _image_size(config: PreTrainedConfig, processor: dict, stretch: bool, where:
 
 
 def _short_side(processor: dict, size: int, where: str) -> int | None:
-    """Return the pixels that the shorter side is scaled to before cropping to size; None if that is size."""
+    """Return the length in pixels to which the shorter side is scaled before cropping; None if it is `size`."""
     scaled = processor.get("size")
     scaled = scaled.get("shortest_edge") if isinstance(scaled, dict) else scaled
     if scaled is None or scaled == size:
@@ -273,7 +273,7 @@ def _short_side(processor: dict, size: int, where: str) -> int | None:
 
 
 def _resample(processor: dict, where: str) -> int:
-    """Return Pillow's number for the image processor's filter."""
+    """Return Pillow's number of the image processor's resampling filter."""
     resample = processor.get("resample")
     if resample not in (None, *FILTERS):
         raise ConfigError(f"{where}: its image processor says resample {shown(resample)}, expected one of {FILTERS}")

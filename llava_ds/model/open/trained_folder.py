@@ -1,4 +1,4 @@
-"""Folders of trained models, in LLaVA's own or transformers' format, and the flags that a folder was trained with."""
+"""Read folders of trained models in LLaVA's or transformers' format, and the flags that they were trained with."""
 
 import os
 import typing
@@ -27,7 +27,7 @@ from llava_ds.model.open.model_folder import (
 from llava_ds.model.open.tower import read_processor, vision_config
 from llava_ds.model.open.weights import Source, tensor_names
 
-# Fields of LLaVA's config.json that are flags of the same name, with LLaVA's defaults.
+# Flags that LLaVA's config.json stores in fields of the same name, with LLaVA's defaults.
 LLAVA_FLAGS = {
     "mm_projector_type": "linear",
     "mm_vision_select_layer": None,
@@ -46,7 +46,7 @@ LLAVA_FLAGS = {
     "mm_spatial_pool_mode": None,
     "image_value_range": None,
 }
-# Fields of the image options in our own exports, and their flags.
+# Fields of the image options in this package's exports -> flags.
 IMAGE_OPTION_FLAGS = {
     "aspect_ratio": "image_aspect_ratio",
     "pinpoints": "image_grid_pinpoints",
@@ -56,13 +56,13 @@ IMAGE_OPTION_FLAGS = {
     "pool_mode": "mm_spatial_pool_mode",
     "value_range": "image_value_range",
 }
-# Flags that a trained projector depends on: another value needs another projector.
+# Flags on which a trained projector depends, so that other values need another projector.
 PROJECTOR_FLAGS = ("mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature", "s2", "s2_scales")
 _PINPOINTS = Annotated[list[tuple[PositiveInt, PositiveInt]], Field(min_length=1, max_length=10_000)]
 
 
 def read_llava(path: str, config: dict) -> ModelFolder:
-    """Read LLaVA's own format, with or without the tower's weights."""
+    """Read a folder in LLaVA's format, with or without the tower's weights."""
     if has_only_projector(path):
         raise ConfigError(f"{FLAG} {path} holds only a projector: {STAGE_1_HINT}")
     names = tensor_names(path)
@@ -98,7 +98,7 @@ def tower_in_config(path: str, config: dict) -> tuple[str | None, int | None]:
 
 
 def read_hf(path: str, config: dict) -> ModelFolder:
-    """Read transformers' Llava, LlavaNext or LlavaOnevision, with tensor names of any version."""
+    """Read a folder of transformers' Llava, LlavaNext or LlavaOnevision, with the tensor names of any version."""
     where = f"{FLAG} {path}"
     whole = config_of(config, where, path)
     text = whole.text_config
@@ -106,7 +106,7 @@ def read_hf(path: str, config: dict) -> ModelFolder:
         raise ConfigError(f"{where}: its text_config is a {text.model_type}, expected a language model")
     rename = partial(formats.language_model_from_hf, inner=trunk_name(text))
     names = tensor_names(path)
-    # transformers 4 reads the text_config, 5 the whole config; an output layer in the files overrides both.
+    # transformers 4 reads text_config, 5 the whole config. If they disagree, an output layer in the files means untied.
     has_output = any(rename(name) == "lm_head.weight" for name in names)
     parts = [part for part in (config, config["text_config"]) if isinstance(part, dict)]
     tied = [part["tie_word_embeddings"] for part in parts if "tie_word_embeddings" in part]
@@ -129,14 +129,14 @@ def read_hf(path: str, config: dict) -> ModelFolder:
 def flags_of_llava(config: dict) -> dict[str, object]:
     """Return the flags in a config.json of LLaVA's format."""
     values = {name: config.get(name, default) for name, default in LLAVA_FLAGS.items()}
-    values["version"] = config.get("llava_ds_version")  # only in our own exports
+    values["version"] = config.get("llava_ds_version")  # only in exports of this package
     return _as_flags(values, "config.json")
 
 
 def _flags_of_hf(config: PreTrainedConfig, processor: dict, where: str) -> dict[str, object]:
     """Return the flags that correspond to a folder of transformers' Llava, LlavaNext or LlavaOnevision.
 
-    processor: its image processor's settings. Raises ConfigError for settings without a flag.
+    processor: settings of its image processor. Raises ConfigError for settings that no flag can express.
     """
     problems = []
     if config.projector_hidden_act != "gelu" or not getattr(config, "multimodal_projector_bias", True):
@@ -179,7 +179,7 @@ def _flags_of_hf(config: PreTrainedConfig, processor: dict, where: str) -> dict[
 
 
 def read_pinpoints(pinpoints: object, where: str) -> list[tuple[int, int]]:
-    """Validate the resolutions in a config.json. Raises ConfigError unless they are a list of pairs of sizes."""
+    """Return the resolutions in a config.json. Raises ConfigError unless they are a list of pairs of sizes."""
     try:
         return TypeAdapter(_PINPOINTS).validate_python(pinpoints)
     except ValidationError:
@@ -189,7 +189,7 @@ def read_pinpoints(pinpoints: object, where: str) -> list[tuple[int, int]]:
 
 
 def _as_flags(values: dict[str, object], where: str) -> dict[str, object]:
-    """Drop values that are not set, and write pinpoints in the flag's syntax."""
+    """Remove values that are None or have no effect, and write pinpoints in the flag's syntax."""
     flags = {name: value for name, value in values.items() if value is not None}
     pinpoints = flags.get("image_grid_pinpoints")
     if isinstance(pinpoints, (list, tuple)):
@@ -203,7 +203,7 @@ def _as_flags(values: dict[str, object], where: str) -> dict[str, object]:
 
 
 def ignored_files(args: Arguments, folder: ModelFolder) -> list[str]:
-    """Return a line for each folder whose files disagree: of the model, an adapter's base, and the towers."""
+    """Return a line for each folder (of the model, an adapter's base, and the towers) whose files disagree."""
     where = f"{FLAG} {folder.path}"
     has_tower, has_template = folder.vision_config is not None, folder.architecture is not None
     own = folder.base or folder.path
@@ -218,8 +218,8 @@ def ignored_files(args: Arguments, folder: ModelFolder) -> list[str]:
 def flag_defaults(args: Arguments, folder: ModelFolder, keeps_projector: bool) -> dict[str, object]:
     """Return the folder's values for the flags that the user did not give.
 
-    keeps_projector: training starts from the folder's projector. Raises ConfigError that lists every given flag that
-    contradicts this projector, and every value that its flag does not accept.
+    keeps_projector: True if training starts from the folder's projector. Raises ConfigError that lists all given
+    flags that contradict this projector, and all values that their flags don't accept.
     """
     values, flags = args.as_dict(), folder.flags
     problems = [

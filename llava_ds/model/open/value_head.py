@@ -10,9 +10,9 @@ from llava_ds.batch import Batch
 
 
 class ValueHead(nn.Module):
-    """A linear layer without bias, to one number: the score of an answer, or the value of a state.
+    """A linear layer without bias that computes one number: the score of an answer, or the value of a state.
 
-    Weights and scores start at zero. A module, so that ZeRO-3 gathers it where it is used.
+    Its weights start at zero. It is a module so that ZeRO-3 gathers it when it is called.
     """
 
     def __init__(self, width: int) -> None:
@@ -26,7 +26,7 @@ class ValueHead(nn.Module):
 
 @dataclass(frozen=True)
 class Values:
-    """The value head's numbers at ascending positions, by default the supervised ones: (n,) float32."""
+    """Computes the value head's numbers, (n,) float32. at (n,): ascending positions; None: the supervised positions."""
 
     at: torch.Tensor | None = None
     shortens = True
@@ -41,13 +41,13 @@ class Values:
 
 
 def last_targets(batch: Batch) -> torch.Tensor:
-    """Return the index into S of each sample's last supervised position, (samples,). Every sample has one, except in an
-    empty micro-batch."""
+    """Return the index of each sample's last position among the S supervised positions, (samples,). Every sample must
+    have a supervised position, except in an empty micro-batch."""
     return answer_lengths(batch).cumsum(0) - 1
 
 
 def answer_ends(batch: Batch) -> torch.Tensor:
-    """Return the index into T of each answer's last token, where its score is read: (samples,); (0,) if no answers."""
+    """Return the index into T of each answer's last token, at which its score is computed: (samples,), or (0,)."""
     return batch.target_tokens[last_targets(batch)] if len(batch.targets) else batch.target_positions
 
 

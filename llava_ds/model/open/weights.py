@@ -1,4 +1,4 @@
-"""Weights on disk: files of tensors, the source of each part's tensors, and overlays.
+"""Weights on disk: files of tensors, the sources of each part's tensors, and changes to them.
 
 Tensors are read by name, one at a time, from safetensors and pickles, whole or in shards.
 """
@@ -21,19 +21,19 @@ from llava_ds.files.model_files import MAX_BYTES, is_there, own_file, read_json,
 from llava_ds.model.open import names as formats
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
-WHOLE = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)  # each may instead have an index of shards
-MAPPED_BYTES = 32 * 2**20  # bytes to read of a file before it is mapped again
+WHOLE = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)  # files with all weights; instead of one there may be an index of shards
+MAPPED_BYTES = 32 * 2**20  # number of bytes to read from a mapped file before it is mapped again
 
 
 class Weights(Protocol):
-    """Tensors by name, read one at a time. path: for messages; shapes: of every tensor, known before it is read."""
+    """Tensors by name, read one at a time. path: named in messages; shapes: shape of each tensor, before it is read."""
 
     path: str | Path
     shapes: dict[str, tuple[int, ...]]
     notes: tuple[str, ...]  # lines to print at the start of a run
 
     def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-        """Yield every tensor's name and a function that reads it, valid until the next one is yielded."""
+        """Yield every tensor's name and a function that reads it. Call the function before the next item is yielded."""
 
 
 class WeightFiles:
@@ -62,13 +62,13 @@ class WeightFiles:
 
     @property
     def used(self) -> set[str]:
-        """Names on disk of the tensors in use (not left out by rename)."""
+        """Names on disk of the tensors that `rename` does not leave out."""
         return {name for _, name in self._places.values()}
 
     def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-        """Yield every tensor's name and a function that reads it; a file is closed before the next one opens.
+        """Yield every tensor's name and a function that reads it. Each file is closed before the next one is opened.
 
-        Files are mapped: pages that were read count as this process's memory until the file is closed.
+        Files are mapped, and pages that were read count as memory of this process until the file is closed.
         """
         for file in sorted({file for file, _ in self._places.values()}):
             opened = OpenedFile(file)
@@ -78,7 +78,7 @@ class WeightFiles:
             opened.close()
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read some tensors, file by file."""
+        """Read the tensors of these names, file by file. Yields (name, tensor)."""
         wanted = sorted(names, key=lambda name: self._places[name])
         for file, some in itertools.groupby(wanted, key=lambda name: self._places[name][0]):
             opened = OpenedFile(file)
@@ -88,9 +88,9 @@ class WeightFiles:
 
 
 class OpenedFile:
-    """A mapped file of tensors. The tensors outlive it.
+    """A mapped file of tensors. Tensors that were read stay valid after it is closed.
 
-    Reopened now and then, because pages that were read count as this process's memory until the map is closed.
+    It is reopened after every MAPPED_BYTES, because pages that were read count as memory of this process until then.
     """
 
     def __init__(self, file: Path) -> None:
@@ -118,17 +118,17 @@ class OpenedFile:
 
 
 def weight_files(path: str | Path) -> list[Path]:
-    """List the files of a folder's weights, or the file that a path names. Raises DataError if none exist.
+    """List the weight files of a folder, or the file itself if `path` is a file. Raises DataError if there are none.
 
-    If a folder has several sets, chooses like transformers (with a private function of 5.23; a test compares it with
-    from_pretrained).
+    If a folder has several sets of weights, chooses the set that transformers would choose, by a private function of
+    transformers 5.23. A test compares the choice with from_pretrained.
     """
     path = Path(path)
     if path.is_file():
         return [path]
     indices = [index for name in WHOLE if is_there(index := path / f"{name}.index.json")]
     if large := [index for index in indices if index.exists() and index.stat().st_size > MAX_BYTES]:
-        names_in(large[0])  # says so
+        names_in(large[0])  # raises the error for its size
     try:
         files, sharded = _get_resolved_checkpoint_files(
             path,
@@ -150,8 +150,8 @@ def weight_files(path: str | Path) -> list[Path]:
 
 
 def _without_metadata(path: Path, indices: list[Path], error: Exception) -> list[Path]:
-    """Return the shards of the only index if it just lacks the metadata that transformers needs. Raises DataError for
-    any other problem with a folder's weights."""
+    """Return the shards of the only index, if transformers failed because the index has no metadata. Raises DataError
+    for any other problem with a folder's weights."""
     found = [_shards(index) for index in indices]
     if isinstance(error, KeyError) and len(found) == 1:
         return found[0]
@@ -165,7 +165,7 @@ def _without_metadata(path: Path, indices: list[Path], error: Exception) -> list
 
 
 def _shards(index: Path) -> list[Path]:
-    """Return the files of an index. Raises DataError for a missing file."""
+    """Return the paths of the shards in an index. Raises DataError if a shard is missing."""
     files = [index.parent / name for name in names_in(index)]
     if missing := [file.name for file in files if not file.is_file()]:
         raise DataError(f"{index.parent}: {index.name} names {', '.join(missing)}, but that is missing: copy it again")
@@ -173,7 +173,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def names_in(index: Path) -> list[str]:
-    """Return the files that an index names. Raises DataError for files outside its folder."""
+    """Return the file names in an index. Raises DataError if a file is not in the index's folder."""
     names = sorted({str(name) for name in _weight_map(index).values()})
     if outside := [name for name in names if Path(name).name != name or not name.endswith(SUFFIXES)]:
         raise DataError(
@@ -183,7 +183,7 @@ def names_in(index: Path) -> list[str]:
 
 
 def _named_in_config(path: Path) -> str | None:
-    """Return the file of weights that config.json names, or None. transformers prefers it to all others."""
+    """Return the name of the weight file in config.json, or None. transformers prefers this file to all others."""
     file = path / "config.json"
     name = read_json(file, str(path)).get("transformers_weights") if is_there(file) else None
     if name is None:
@@ -194,7 +194,7 @@ def _named_in_config(path: Path) -> str | None:
 
 
 def _own(file: Path) -> Path:
-    """Check that a file is in its own folder. Raises DataError for a link to another folder."""
+    """Return the file. Raises DataError if it is a link to a file in another folder."""
     try:
         own_file(file)
     except OSError as error:
@@ -203,7 +203,7 @@ def _own(file: Path) -> Path:
 
 
 def tensor_names(path: str | Path) -> set[str]:
-    """Return the names on disk of all tensors in a folder or file. Raises DataError for unreadable ones."""
+    """Return the names on disk of all tensors in a folder or file. Raises DataError if files can't be read."""
     return {name for file in weight_files(path) for name in shapes_in(file)}
 
 
@@ -230,7 +230,7 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 class TensorSource:
-    """Tensors in memory."""
+    """Weights that are already in memory. path: named in messages."""
 
     notes = ()
 
@@ -244,15 +244,15 @@ class TensorSource:
 
 
 class Over(partial):
-    """A change to a source's weights made by an adapter."""
+    """A change to weights that an adapter makes (see Source.changes)."""
 
 
 @dataclass(frozen=True)
 class Source:
     """Source of a part's weights. flag: the flag that names it; path: a folder or file.
 
-    rename: maps a name on disk to a name in the part, None for tensors of other parts; changes: functions from weights
-    to weights, applied in order (adapters, overlays, new rows); beside: source of the part's rest in another folder.
+    rename: maps a name on disk to a name in the part, or to None for a tensor of another part; changes: functions from
+    Weights to Weights, applied in order (adapters, new rows); beside: source of more of the part's tensors, or None.
     """
 
     flag: str
@@ -262,7 +262,7 @@ class Source:
     beside: "Source | None" = None
 
     def files(self, wanted: Callable[[str], bool] = lambda name: True) -> "WeightFiles | Joined":
-        """Open the part's tensors on disk whose names are wanted."""
+        """Open the part's files. wanted: returns True for names in the part of the tensors to include."""
 
         def rename(on_disk: str) -> str | None:
             name = self.rename(on_disk)
@@ -284,10 +284,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Sources:
-    """Sources of the weights of each part; None for a part that starts from random numbers.
+    """The source of each part's weights; None for a part that is initialised instead.
 
-    rest_of_tower: the tower's own folder, if the model's folder has tower weights; export takes the tensors that the
-    model lacks from there. new_rows: a projector's file with rows for new tokens. value_head: may be None. own: of
+    rest_of_tower: the tower's own folder, if the tower's weights are in the model's folder; export reads tensors that
+    the model's folder lacks from it. new_rows: a projector file with embedding rows of new tokens. own: sources of
     extensions' modules, by part.
     """
 
@@ -305,13 +305,13 @@ class Sources:
         return self.own.get(part) if part.startswith(formats.OWN) else getattr(self, part)
 
     def whole_tower(self) -> Weights:
-        """Open the whole tower on disk, including layers that never run and are not built."""
+        """Open all tensors of the tower on disk, including those of layers that never run, so are not built."""
         tower = self.vision_tower.open()
         return tower if self.rest_of_tower is None else Overlaid(self.rest_of_tower.open(), tower)
 
 
 class Joined:
-    """The tensors of one folder, followed by another's."""
+    """The tensors of one folder, followed by the tensors of another folder."""
 
     def __init__(self, first: WeightFiles, second: WeightFiles) -> None:
         self._both = first, second
@@ -340,7 +340,7 @@ class Overlaid:
 
 
 def unused_tensors(sources: Sources) -> list[str]:
-    """Return lines about unused tensors in the files, in groups."""
+    """Return a line for each path with unused tensors, with their groups."""
     parts = (sources.language_model, sources.vision_tower, sources.projector, sources.newline, sources.new_rows)
     by_path: dict[str, list[Source]] = {}
     for source in parts:

@@ -1,6 +1,6 @@
 """Evaluation during training: the loss on held-out samples, and measures of extensions.
 
-Evaluation draws no random numbers and leaves the engine unchanged, so it doesn't change the steps after it.
+Evaluation uses no random numbers and leaves the engine unchanged, so it doesn't affect later steps.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ def eval_loss(
 ) -> EvalLoss:
     """Measure the objective's loss and metrics over a data set. Collective.
 
-    The data set is packed like one large optimizer step: ZeRO-3 needs as many micro-batches on every rank.
+    The data set is packed like one large optimizer step, because ZeRO-3 needs equally many micro-batches on all ranks.
     """
     dataset.wait_for(range(len(dataset)))
     of_ranks = packing.lay_out_all(dataset)
@@ -42,7 +42,7 @@ def eval_loss(
     for micro in micro_batches(dataset, of_ranks[mesh.dp_rank], num_workers, engine.device, mesh):
         with queuing():
             loss = runner.forward(engine, micro.batch, objective.forward)
-        if loss is None:  # None: another rank has the loss
+        if loss is None:  # another rank has the loss
             loss = unseen(objective, engine.device)
         if not runner.every_rank_sees:
             check_metrics(objective, [loss])
@@ -64,7 +64,7 @@ def eval_loss(
 
 
 def numbers_of(plan: Plan) -> list[str]:
-    """Return the names of the numbers that a run's evaluations report."""
+    """Return the names of all metrics that a run's evaluations report."""
     eval_set, known = plan.evals.eval_set, [name for own in plan.own.values() for name in getattr(own, "numbers", ())]
     if eval_set is not None:
         known += ["loss", *plan.args.traits.metrics]
@@ -75,7 +75,7 @@ def numbers_of(plan: Plan) -> list[str]:
 class Evaluation:
     """Measures the eval loss and runs the extensions' measures when due.
 
-    measures: of extensions; log: evals.jsonl.
+    measures: the extensions' measures; log: writes evals.jsonl.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Evaluation:
         ranks: Ranks,
         mesh: Mesh,
     ) -> None:
-        """own: measures with numbers at every evaluation, added to the eval loss. Collective."""
+        """own: measures whose scores are logged with the eval loss at every evaluation. Collective."""
         args, training, num_steps = plan.args, plan.args.training, plan.steps.num_steps
         self._eval_steps = steps_between(training.eval_steps, num_steps)
         self._runner, self._ranks, self._mesh, self._packing = runner, ranks, mesh, plan.steps.packing
@@ -100,11 +100,11 @@ class Evaluation:
         self.measures: list[Measure] = [*own]
 
     def is_due(self, step: int, last: bool) -> bool:
-        """True if an evaluation is due at a step. last: it is the run's last step."""
+        """True if an evaluation is due at a step. last: True if it is the run's last step."""
         return self._measures(step, last) or any(each.is_due(step, last) for each in self.measures)
 
     def was_missed(self, step: int, last: bool) -> bool:
-        """Return True if an evaluation was due at the resumed step, but the run stopped before it. Collective."""
+        """True if an evaluation was due at the step of the checkpoint, but the run stopped before it. Collective."""
 
         def was_done() -> bool:
             return self.log.has(step) or any(each.was_done(step) for each in self.measures)
@@ -112,12 +112,12 @@ class Evaluation:
         return self.is_due(step, last) and not broadcast_from_first(self._ranks, was_done)
 
     def ahead_s(self, step: int) -> float:
-        """Seconds of an evaluation due before the next chance to stop, estimated from the last one (0.0 if none)."""
+        """Estimate the seconds of an evaluation due at this step or the next, from the last one; 0.0 if none."""
         due = any(self.is_due(at, at == self._num_steps) for at in (step, step + 1))
         return self._last_s if due else 0.0
 
     def is_over(self) -> bool:
-        """True if the evaluations so far end the run. Collective."""
+        """True if a measure decides, from the evaluations so far, to end the run. Collective."""
         if not self.measures:
             return False
         why = broadcast_from_first(self._ranks, lambda: [each.why_over() for each in self.measures])
@@ -125,7 +125,7 @@ class Evaluation:
         return any(why)
 
     def run(self, step: int, last: bool) -> bool:
-        """Run the measures that are due. Returns True if the run ends with this step (always if last). Collective."""
+        """Run the measures that are due. Returns True if the run ends after this step. Collective."""
         began = time.perf_counter()
         if self._measures(step, last):
             self._measure(step)
@@ -159,7 +159,7 @@ class Evaluate(Hook):
     """Runs the evaluation when due."""
 
     def begin(self) -> None:
-        """Make up for an evaluation that the previous start skipped because of its stop."""
+        """Run the evaluation that the previous start skipped because it stopped at this step."""
         state, evaluation = self.session.state, self.session.evaluation
         finished = state.step == self.session.plan.steps.num_steps
         if state.step and evaluation.was_missed(state.step, finished):
@@ -173,7 +173,7 @@ class Evaluate(Hook):
             end.finished = self._run(end.step, end.finished)
 
     def _run(self, step: int, finished: bool) -> bool:
-        """Evaluate. Returns True if the run ends with this step."""
+        """Evaluate. Returns True if the run ends after this step."""
         self.session.watchdog.set_phase("evaluation", step)
         is_last = self.session.evaluation.run(step, finished)
         self.session.state.is_over = is_last and not finished
@@ -181,5 +181,5 @@ class Evaluate(Hook):
 
 
 def is_at(step: int, every: int | None, last: bool) -> bool:
-    """True at every `every` steps (None: only at the last step), and at the last step."""
+    """True at multiples of `every` (None: no such steps), and at the last step."""
     return last or (every is not None and step % every == 0)

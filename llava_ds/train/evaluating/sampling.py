@@ -1,5 +1,5 @@
 # B prompts, G answers to each, L tokens of the longest prompt, D language-model width, V vocabulary, R cached rows
-"""Sample answers from a model. Answers that are equal so far share their computation, beginning with the prompt."""
+"""Sample answers from a model. A prompt is computed once for all its answers, as are answers that are equal so far."""
 
 import itertools
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """A sampled answer. ids: with the end marker, if reached; log_probs: of the ids; entropy: in nats, summed over the
-    model's distributions at the ids. log_probs and entropy use the temperature, but not top_k and top_p, as in
-    training."""
+    """A sampled answer. ids: its token ids, including the end marker if it was reached; log_probs: their
+    log-probabilities; entropy: sum over the ids of the distributions' entropies, in nats; ended: True if it has an end
+    marker. As in training, log_probs and entropy depend on the temperature but not on top_k and top_p."""
 
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -42,9 +42,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class DrawRules:
-    """Rules for sampling. ends: ids that end an answer; max_length: limit of prompt and answer together, in tokens;
-    at_once: prompts computed together, None for all. The others are transformers' generation options; top_k 0 and top_p
-    1 allow all tokens."""
+    """Rules for sampling. num_answers: answers per prompt; max_length: limit of prompt plus answer in tokens; ends: ids
+    of end markers; at_once: number of prompts computed together, None for all. The other fields are transformers'
+    generation options; top_k 0 and top_p 1 allow all tokens."""
 
     num_answers: int
     max_new_tokens: int
@@ -58,7 +58,7 @@ class DrawRules:
 
     @classmethod
     def of(cls, plan: "Plan", flags: "ExtensionFlags", **more: object) -> "DrawRules":
-        """Read the flags of an extension that samples answers for training. more: the other rules."""
+        """Make the rules from the flags of an extension that samples answers for training. more: remaining fields."""
         return cls(
             max_new_tokens=flags.max_completion_length,
             max_length=plan.args.data.model_max_length,
@@ -76,9 +76,9 @@ class DrawRules:
     def prompt(
         self, dataset: EncodedDataset, index: int, sample: LoadedSample, begin: int
     ) -> LoadedSample | BrokenSample:
-        """Return the part of a sample before the answer at position `begin`, with its images, if there is room.
+        """Return the part of a sample before the answer that starts at `begin`, with the images in this part.
 
-        index: the sample's, in the data set.
+        index: the sample's index in the data set. Returns a BrokenSample if no room is left for an answer.
         """
         ids = sample.input_ids[:begin]
         shown = int((ids == IMAGE_TOKEN_INDEX).sum())
@@ -91,16 +91,16 @@ class DrawRules:
 
 
 def with_answer(asked: LoadedSample, answer: Sequence[int]) -> LoadedSample:
-    """Append an answer's ids, supervised, to a prompt."""
+    """Append the ids of an answer to a prompt, as supervised tokens."""
     ids = torch.tensor(answer)
     labels = torch.cat([torch.full_like(asked.input_ids, IGNORE_INDEX), ids])
     return LoadedSample(torch.cat([asked.input_ids, ids]), labels, asked.media, asked.source)
 
 
 def numbers_for(rules: DrawRules, seed: int, step: int, sample: int, attempt: int = 0) -> np.ndarray:
-    """Return the random numbers in [0, 1) for sampling the answers to a prompt in a step, (G, max_new_tokens).
+    """Return random numbers in [0, 1), (G, max_new_tokens), with which to sample the answers to a prompt in a step.
 
-    They depend on the arguments alone: the number of ranks and a resume don't change them.
+    They depend only on the arguments, so the number of ranks and a resume don't change them.
     """
     return np.random.default_rng([seed, step, sample, attempt]).random((rules.num_answers, rules.max_new_tokens))
 
@@ -108,9 +108,9 @@ def numbers_for(rules: DrawRules, seed: int, step: int, sample: int, attempt: in
 def draw_answers(
     model: LlavaModel, prompts: list[LoadedSample], numbers: list[np.ndarray], rules: DrawRules
 ) -> list[list[Answer]]:
-    """Draw num_answers answers to every prompt. Returns a list per prompt.
+    """Sample num_answers answers to every prompt. Returns a list per prompt.
 
-    numbers: numbers_for() of each prompt; model: the trained model's twin, with whole weights.
+    model: a twin (make_twin) of the trained model, with gathered weights; numbers: numbers_for() of each prompt.
     """
     size = rules.at_once or max(1, len(prompts))
     parts = [slice(first, first + size) for first in range(0, len(prompts), size)]
@@ -118,7 +118,7 @@ def draw_answers(
 
 
 def packs_of_rank(lengths: Sequence[int], packing: Packing) -> list[list[int]]:
-    """Pack items that one rank made itself, by tokens or by number as the run does. Returns their indices per pack."""
+    """Pack items of one rank, by tokens or by number, as the run packs its samples. Returns the indices per pack."""
     most, size, number = packing.tokens_per_micro_batch, packing.micro_batch_size, len(lengths)
     if most is None or not number:
         return [list(range(first, min(first + size, number))) for first in range(0, number, size)]
@@ -168,7 +168,7 @@ def _draw_together(
 
 
 def _select(cache: Cache, rows: torch.Tensor) -> None:
-    """Keep these rows of a cache, in this order; transformers can do so for attention layers only."""
+    """Select rows of a cache, in the given order. transformers' own method supports attention layers only."""
     for layer in cache.layers:
         if isinstance(layer, LinearAttentionLayer):
             for states in (layer.conv_states, layer.recurrent_states):
@@ -189,7 +189,7 @@ def _read_prompts(model: LlavaModel, prompts: list[LoadedSample], rules: DrawRul
     lengths = [len(prompt.input_ids) for prompt in prompts]
     longest = max(lengths)
     missing = torch.tensor([longest - length for length in lengths], device=device)
-    # Padding is masked, so its embedding and position don't matter.
+    # The embeddings and positions of padding don't matter, because it is masked.
     padded, mask = padded_left(embeds[0], prompts)  # (B, L, D), (B, L)
     axes = batch.position_ids.flatten(0, -2).split(lengths, 1)  # per prompt (1, its tokens) or (3, its tokens)
     position_ids = torch.stack([F.pad(row, (longest - row.shape[1], 0)) for row in axes], 1)  # (1 or 3, B, L)
@@ -223,9 +223,9 @@ def _logits(model: LlavaModel, hidden: torch.Tensor) -> torch.Tensor:
 def _draw(
     logits: torch.Tensor, rows: torch.Tensor, uniform: torch.Tensor, rules: DrawRules
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw a token for each answer from its row of logits (R, V) with a random number in [0, 1).
+    """Sample a token for each answer. rows (n,): each answer's row of logits (R, V); uniform (n,): numbers in [0, 1).
 
-    Returns tokens, their log-probabilities and the entropies of their rows, one per entry of rows and uniform.
+    Returns the tokens, their log-probabilities and the entropies of their distributions, (n,) each.
     """
     log_probs = (logits.float() / rules.temperature).log_softmax(-1)
     probs = log_probs.double().exp()

@@ -1,7 +1,7 @@
-"""A twin of the model: new modules over the same weights, without DeepSpeed's hooks, so that a rank may run it alone.
+"""A twin of the model: new modules over the same weights, without DeepSpeed's hooks, for generation.
 
-transformers generates with it. Under ZeRO-3 the engine's modules gather weights in every call, together with the other
-ranks, and ranks whose answers end at different lengths would wait for each other forever.
+Each rank can run its twin independently. Under ZeRO-3 each call of the engine's modules is a collective that gathers
+weights, so ranks that generate different numbers of tokens would wait for each other forever.
 """
 
 import contextlib
@@ -17,22 +17,22 @@ from llava_ds.model.open.hf import attention_options
 
 
 def make_twin(model: LlavaModel) -> LlavaModel:
-    """Make new modules around the same parameters and buffers, with transformers' attention, to use its cache.
+    """Make new modules over the same parameters and buffers, with an attention that supports transformers' cache.
 
-    Call it before the engine starts: the engine adds its hooks to the model.
+    Call it before the engine starts, because the engine adds hooks to the model.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     twin = copy.deepcopy(model, shared)
     language_model = twin.language_model
-    own = attention_options(language_model.config) and "eager"  # soft caps
+    own = attention_options(language_model.config) and "eager"  # for soft caps
     language_model.set_attn_implementation(own or "sdpa")
     return twin.eval()
 
 
 def frozen_copy(model: LlavaModel) -> LlavaModel:
-    """Copy the model with its current weights, whole on every rank. Collective.
+    """Copy the model with its current weights. Every rank has the whole copy. Collective.
 
-    Call it before the engine starts.
+    Call it before the engine starts, because the engine adds hooks to the model.
     """
     with whole_weights(model), torch.no_grad():
         own = {id(p): nn.Parameter(p.detach().clone(), requires_grad=False) for p in model.parameters()}
@@ -41,7 +41,7 @@ def frozen_copy(model: LlavaModel) -> LlavaModel:
 
 @contextlib.contextmanager
 def whole_weights(model: nn.Module) -> Iterator[None]:
-    """Gather all weights of the model on every rank. All ranks enter and leave it together."""
+    """Gather all weights of the model on every rank inside this context. Collective on entry and exit."""
     parameters = list(model.parameters())
     with deepspeed.zero.GatheredParameters(parameters, enabled=any(hasattr(p, "ds_id") for p in parameters)):
         yield

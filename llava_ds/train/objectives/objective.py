@@ -1,4 +1,4 @@
-"""Training objectives: a summed loss per micro-batch, and its factor in the step; and the basic one, SFT."""
+"""Training objectives: a summed loss per micro-batch, and its factor in the step's loss. SFT is the default one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +17,9 @@ class MicroLoss(NamedTuple):
     """The loss of one micro-batch, on the device.
 
     loss_sum: scalar with a gradient, summed over units (supervised tokens, or pairs of answers); by_source (2, sources)
-    float64: summed loss and units of each data source; metrics: other sums over units by name, float64 scalars (logged
-    as means per unit of the step, whatever --loss_reduction says); means: numbers per micro-batch, float64 scalars
-    (logged as means, weighted by the micro-batch's share in the step's loss, so they follow --loss_reduction).
+    float64: summed loss and number of units per data source; metrics: float64 scalars by name, summed over units, and
+    logged divided by the step's number of units, independent of --loss_reduction; means: float64 scalars by name, one
+    value per micro-batch, logged as an average with the weights that the micro-batches have in the step's loss.
     """
 
     loss_sum: torch.Tensor
@@ -31,9 +31,9 @@ class MicroLoss(NamedTuple):
 class Objective(Protocol):
     """A loss to minimise.
 
-    num_sources: number of data sources; grad_ranks: the mesh's; logs_means: log the mean loss of every micro-batch;
-    probe: a head that computes as much as the loss, for a backward pass before the first step (never read from a
-    Wrapped); metric_names: names of a MicroLoss's metrics, in order, needed if another rank may compute the loss.
+    num_sources: number of data sources; grad_ranks: Mesh.grad_ranks; logs_means: True to log the mean loss of every
+    micro-batch; probe: a head that needs as much memory as the loss, for the warm-up before the first step (not read
+    from a Wrapped); metric_names: names of MicroLoss.metrics, in order, required if another rank may compute the loss.
     """
 
     num_sources: int
@@ -45,7 +45,7 @@ class Objective(Protocol):
     def logs_means(self) -> bool: ...
 
     def num_units(self, counts: Sequence) -> object:
-        """Return the number of units in a step, from its Counts (or a tensor in their order)."""
+        """Return the number of units in a step. counts: its Counts, or a tensor in the order of Counts."""
         ...
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
@@ -65,10 +65,10 @@ class Objective(Protocol):
 class SFT:
     """Cross-entropy, averaged over the tokens of a step or over micro-batches.
 
-    A token's loss is multiplied by its weight; the mean divides by the number of tokens, not by their weights, like
-    ms-swift's loss_scale: half the weight is half the loss and half the gradient, and other tokens don't change.
-    reduction "token": the mean over all supervised tokens of the step, on all ranks. "micro_batch": LLaVA's mean over
-    each micro-batch's tokens, then over all ranks' micro-batches that have any. num_sources: number of data sources.
+    A token's loss is multiplied by its weight. As with ms-swift's loss_scale, the mean divides by the number of tokens,
+    not by the sum of weights, so half the weight halves the token's gradient and changes no other token's.
+    reduction: "token" for the mean over the step's supervised tokens on all ranks; "micro_batch" for LLaVA's mean over
+    each micro-batch's tokens, averaged over the micro-batches of all ranks that have supervised tokens.
     """
 
     reduction: Literal["token", "micro_batch"] = "token"
@@ -83,7 +83,7 @@ class SFT:
         return self.reduction == "micro_batch"
 
     def num_units(self, counts: Sequence) -> object:
-        """Number of supervised tokens."""
+        """Return the number of supervised tokens (see Objective)."""
         return counts[2]
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
@@ -100,7 +100,7 @@ class SFT:
 
 
 def check_metrics(objective: Objective, seen: Sequence[MicroLoss]) -> None:
-    """Raise ConfigError if ranks that don't compute the loss would sum other metrics, and so wait forever."""
+    """Raise ConfigError if the metrics differ from metric_names: ranks without the loss would then wait forever."""
     for micro in seen:
         if list(micro.metrics) == list(objective.metric_names):
             continue
@@ -112,17 +112,17 @@ def check_metrics(objective: Objective, seen: Sequence[MicroLoss]) -> None:
 
 
 def unseen(objective: Objective, device: torch.device) -> MicroLoss:
-    """Return zeros as the result of a micro-batch whose loss another rank computes."""
+    """Return a MicroLoss of zeros, for a micro-batch whose loss another rank computes."""
     zero = torch.zeros((), dtype=torch.float64, device=device)
     return MicroLoss(None, zero.expand(2, objective.num_sources), dict.fromkeys(objective.metric_names, zero))
 
 
 @dataclass(frozen=True)
 class Wrapped:
-    """Base of objectives that change another objective's forward(), for SessionPart.training_objective."""
+    """Base class of objectives that change forward() of a wrapped objective. See SessionPart.training_objective."""
 
     objective: Objective
 
     def __getattr__(self, name: str) -> object:
-        """Return a member of the other objective that this one lacks."""
+        """Look up members that this class lacks in the wrapped objective."""
         return getattr(self.objective, name)

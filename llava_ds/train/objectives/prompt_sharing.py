@@ -11,9 +11,9 @@ from llava_ds.runtime.ranks import print_first
 
 
 def shares_prompts(wanted: bool, args: Arguments, configs: Iterable[PreTrainedConfig]) -> bool:
-    """Return the value of --share_prompts; False, with a printed line, if the loss could change.
+    """Return True if prompts are shared. Prints the reason if sharing is wanted but could change the loss.
 
-    configs: of all language models that run over the answers.
+    wanted: --share_prompts; configs: configurations of all language models that compute the answers.
     """
     if not wanted:
         return False
@@ -24,7 +24,7 @@ def shares_prompts(wanted: bool, args: Arguments, configs: Iterable[PreTrainedCo
 
 
 def why_not(args: Arguments, config: PreTrainedConfig) -> str:
-    """Return the reason why samples may not share first tokens in a language model; "" if they may."""
+    """Return the reason why samples can't share a prompt's tokens in a language model, or ""."""
     if has_state(config):
         return f"{config.model_type} has layers with a state"
     if "routerless_mlps" in {*args.broken, *text_part(config).breaks(config)}:

@@ -1,4 +1,4 @@
-"""Time two ways of training in turns: read runs, refuse those that trained differently, and compare the rest."""
+"""Compare the times of ways of training that ran in turns, and refuse runs that trained differently."""
 
 import json
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Run:
     cpu_time_s: list[float]
 
     def seconds(self, warm_up: int, of_cpu: bool = False) -> float:
-        """Seconds of all steps after the warm-up. of_cpu: processor time, summed over ranks."""
+        """Return the seconds of all steps after the warm-up. of_cpu: True for processor time, summed over ranks."""
         return sum((self.cpu_time_s if of_cpu else self.step_time_s)[warm_up:])
 
 
@@ -87,7 +87,7 @@ def ratios(runs: list[Run], other: str, warm_up: int, of_cpu: bool = False) -> l
 def fractions_of_peak(
     runs: list[Run], side: str, useful_flops: list[float], num_ranks: int, warm_up: int
 ) -> list[float]:
-    """Return, per round, a side's useful FLOPs (given per step) as a share of the matrix-product speed."""
+    """Return a side's useful FLOP/s per round, as a fraction of the matrix-product speed. useful_flops: per step."""
     useful = sum(useful_flops[warm_up:])
     mine = [run for run in runs if run.side == side]
     return [useful / run.seconds(warm_up) / (num_ranks * run.gemm_flops_per_rank) for run in mine]

@@ -1,5 +1,5 @@
 # S side of the tower's square input
-"""Images per second per core, from JPEG to the tower's input: LLaVA's path, ours, and --fast_image_decoding."""
+"""Measure images per second per core, from JPEG to the tower's input, in LLaVA's code and both of our paths."""
 
 import dataclasses
 import os

@@ -16,8 +16,8 @@ MAX_LENGTH = 2048
 
 @dataclass(frozen=True)
 class Part:
-    """Records of one form. text: mean text tokens, including the template; spread: of the logarithm of that; answers:
-    supervised share of the text; least: minimum text tokens.
+    """Records of one form. text: mean text tokens, including the template; spread: standard deviation of their
+    logarithm; answers: supervised fraction of the text; images: images per record; least: minimum text tokens.
     """
 
     num_records: int
@@ -48,7 +48,7 @@ PRETRAIN = {"captions": Part(558_128, 24, 0.40, 1.0, least=8)}
 
 @dataclass(frozen=True)
 class LengthMix:
-    """Per sample, (S,) int64 each: tokens including image positions; images; supervised tokens."""
+    """Counts per sample, (S,) int64 each: tokens including image positions, images, and supervised tokens (targets)."""
 
     tokens: np.ndarray
     images: np.ndarray
@@ -56,7 +56,7 @@ class LengthMix:
 
 
 def length_mix(parts: dict[str, Part], num_samples: int, seed: int, image_tokens: int = IMAGE_TOKENS) -> LengthMix:
-    """Draw num_samples samples of the parts (FINETUNE, PRETRAIN), in proportion to their numbers of records."""
+    """Sample num_samples samples from the parts (FINETUNE or PRETRAIN), in proportion to their numbers of records."""
     rng = np.random.default_rng(seed)
     table = list(parts.values())
     records = np.array([part.num_records for part in table])

@@ -32,7 +32,7 @@ from llava_ds.tracking.peak import gemm_peak
 from llava_ds.train import loop, session
 from llava_ds.train.state import TrainState
 
-STEPS, ROUNDS = 2, 5  # for loop: steps per round, rounds
+STEPS, ROUNDS = 2, 5  # of "loop": steps per round, number of rounds
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
     spec = importlib.util.spec_from_file_location("script", script)
     train = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(train)
-    # Neither is timed, and at 7B they take minutes.
+    # Skip both exports, because they are not timed and take minutes at 7B.
     trial.try_export = lambda *_, **more: "nothing is exported"
     final_export.export_model = lambda *_: None
     train.main(flags)
@@ -69,7 +69,7 @@ def write(report: dict[str, object], file: str) -> None:
 
 
 class CpuTimes:
-    """Processor time of a rank's steps over all threads: steadier than seconds on a shared machine."""
+    """Processor time of a rank's steps over all threads: it varies less than wall time on a shared machine."""
 
     def __init__(self) -> None:
         self._ticks: list[float] = []
@@ -159,10 +159,10 @@ def idle_of(events: Iterable) -> dict[str, float]:
 
 
 def compare_with_bare(run_steps: Callable[..., None], report: dict[str, object]) -> Callable[..., None]:
-    """Run the training loop's last step, after measuring on the windows before it, repeated.
+    """Wrap the training loop to compare it with a bare loop on the steps before the last one, repeated.
 
-    Reports seconds per step of our loop and of a bare one, and their ratio minus 1: medians of alternating rounds.
-    Neither includes loading, logging and saving. The engine is trained meanwhile.
+    Adds to the report the seconds per step of both loops and their ratio minus 1, as medians of alternating rounds,
+    without loading, logging and saving. The engine is trained meanwhile. At the end, the last step runs normally.
     """
 
     def run(runner, windows, state, num_steps, objective, mesh, after_step) -> None:

@@ -26,9 +26,9 @@ TOY = Shape(
 )  # fmt: skip
 
 
-# Weights, gradients and Adam's states of 6.76 billion parameters take 108 GB of an H200's 149. ZeRO-3 on a single GPU,
-# because it updates them in parts: at stages 1 and 2, the fp32 gradients would take 27 GB more, and flattening them 14.
-# The rest holds the activations of 4,096 tokens without recomputation.
+# Weights, gradients and Adam's states of 6.76 billion parameters take 108 GB of an H200's 149 GB. The rest holds the
+# activations of 4,096 tokens without recomputation. ZeRO-3 is used even on one GPU, because it updates parameters in
+# parts: at stages 1 and 2, fp32 gradients would take 27 GB more, and flattening them 14 GB.
 # num_steps is derived from --rounds.
 STAGES = (
     Case("stage 1", LLAVA_7B, captions=True, batch_size=256, accumulation=1, num_steps=0, tokens_per_micro_batch=8192),
@@ -42,7 +42,7 @@ NOT_MEASURED = (
 
 
 def run_stage(case: Case, folder: Path, num_steps: int, more_flags: list[str]) -> dict[str, object]:
-    """Run one stage, on the GPU if present, and measure it. more_flags: run/train.py's, override the stage's."""
+    """Run and measure one stage, on a GPU if there is one. more_flags: flags of run/train.py that override its own."""
     on_cuda, own = torch.cuda.is_available(), folder / case.name
     if not on_cuda:
         case = replace(case, shape=TOY, batch_size=8, tokens_per_micro_batch=256)

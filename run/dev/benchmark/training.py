@@ -35,7 +35,7 @@ SEED = 20  # with this seed, a few steps have about the padded share of the whol
 
 @dataclass(frozen=True)
 class Case:
-    """The training of both sides. captions: stage 1, projector only, ZeRO-2; else stage 2, ZeRO-3."""
+    """A training that all sides run. captions: True for stage 1 (projector only, ZeRO-2), else stage 2 (ZeRO-3)."""
 
     name: str
     shape: Shape
@@ -55,7 +55,7 @@ class Case:
 class StepWork:
     """The work of an optimizer step and its padding.
 
-    useful_flops: as counted by MFU; tokens: of the samples; padded_tokens: of all batches.
+    useful_flops: FLOPs that MFU counts; tokens: tokens of the samples; padded_tokens: tokens of the padded batches.
     """
 
     useful_flops: float
@@ -138,7 +138,7 @@ def estimated_bytes(flags: list[str], num_ranks: int) -> int:
 
 
 def run_case(case: Case, flags: list[str], folder: Path, num_ranks: int, rounds: int) -> list[Run]:
-    """Run all sides round by round; ready models run without recomputation."""
+    """Run all sides of a case in every round, and return the runs."""
     runs = []
     for number, side in turns(sides_of(case), rounds):
         own = folder / f"{SIDES.index(side)}-{number}"
@@ -158,14 +158,14 @@ def run_case(case: Case, flags: list[str], folder: Path, num_ranks: int, rounds:
 
 
 def sides_of(case: Case) -> tuple[str, ...]:
-    """Return the sides of a case."""
+    """Return the sides of a case; ready models run without recomputation."""
     return (OURS, PADDED) if case.shape.is_ready else SIDES
 
 
 def launch(num_ranks: int, how: str, report: Path, command: list[str], log: Path, on_cpu: bool = True) -> None:
     """Run and measure a script through the deepspeed launcher, on single-threaded CPU ranks or on GPUs.
 
-    how, report: measured_run.py's. Raises ConfigError with the end of its log if it fails.
+    how, report: arguments of measured_run.py. Raises ConfigError with the end of the log if the script fails.
     """
     launcher = [sys.executable, "-m", RUNNER_MODULE, "--log_level", "warning"]
     launcher += ["--num_accelerators", str(num_ranks), "--master_port", str(free_port())]
@@ -173,7 +173,7 @@ def launch(num_ranks: int, how: str, report: Path, command: list[str], log: Path
     environment = {name: value for name, value in os.environ.items() if name not in ranks}
     environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} if on_cpu else {}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    # They start as scripts, so their folder doesn't give access to llava_ds and each other.
+    # The programs start as scripts, so they need PYTHONPATH to import llava_ds and each other.
     paths = [str(ROOT), str(HERE.parent), environment.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     launcher += [str(HERE / "measured_run.py"), how, str(report)]

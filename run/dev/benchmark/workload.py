@@ -22,7 +22,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 WORDS = [f"{a}{b}" for a in "bdfglmnp" for b in "aeiou"]  # one token each
-DIFFERENT_IMAGES = 256  # rereading an image costs the same
+DIFFERENT_IMAGES = 256  # number of images; records share them, because reading one again costs the same
 MARKS = 11  # template tokens around a question: <s>, [INST], [/INST] and a line end
 IMAGE_TOKEN_INDEX = 3  # in transformers' folder: the id of a byte that is in no text
 
@@ -44,8 +44,8 @@ TEMPLATE = (
 class Shape:
     """A LLaVA (a Llama with a CLIP tower) or a ready model.
 
-    family: in llava_ds/model/families; tower_mlp: width of the tower's MLPs, default four times its width; key_heads:
-    default the number of heads; patches: along an image side, for a LLaVA.
+    family: name in llava_ds/model/families. tower_mlp: width of the tower's MLPs, 0 for four times its width.
+    key_heads: number of key heads, 0 for the number of heads. patches: patches along an image side, for a LLaVA.
     """
 
     name: str

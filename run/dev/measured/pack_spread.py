@@ -94,7 +94,7 @@ def _write(folder: Path, text: float, number: int) -> dict[str, Path]:
 
 
 def _seconds(model: LlavaModel, batch: object) -> float:
-    """Return the processor time of forward and backward."""
+    """Return the processor time of forward and backward, the minimum of REPEATS runs."""
     found = []
     for _ in range(REPEATS):
         model.zero_grad()

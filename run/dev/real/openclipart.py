@@ -8,7 +8,7 @@ from xml.sax.saxutils import unescape
 
 # Signs, flags, patterns, cards and icons show a rule or a text rather than a thing.
 _LEFT_OUT = re.compile(r"^(shapes|special|buttons|logos|geography)/|/flags/|icons/|smilies|cards|map_symbols")
-_RARE = 20  # drawings: a keyword that more have is a category
+_RARE = 20  # maximum drawings with a keyword; one that more drawings have is a category
 
 
 def read_drawings(folder: Path) -> Iterator[tuple[str, Path, str, list[str]]]:

@@ -31,7 +31,7 @@ def read_picture(source: Path | bytes | Image.Image, is_svg: bool, side: int) ->
 
 
 def in_pixels(svg: str) -> str:
-    """Give a drawing a size in pixels and a view box: without both, the renderer refuses it."""
+    """Return an SVG with its size in pixels and a view box, because the renderer refuses one without both."""
     tag = re.search(r"<svg\b[^>]*>", svg, re.DOTALL)
     keys = ("width", "height")
     sizes = [re.search(rf'\b{key}\s*=\s*"\s*([\d.]+)\s*([a-z]*)\s*"', tag[0] if tag else "") for key in keys]
@@ -46,7 +46,7 @@ def in_pixels(svg: str) -> str:
 
 
 def is_photograph(picture: Image.Image) -> bool:
-    """Whether a bitmap fills its rectangle, as no drawing here does."""
+    """Return True if a bitmap fills its rectangle: no drawing here does."""
     return float((np.asarray(picture.getchannel("A")) > 250).mean()) > 0.98
 
 

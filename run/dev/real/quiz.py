@@ -67,7 +67,7 @@ class Asker:
         return which(nouns, self._rng), thing.noun
 
     def kind(self, thing: Thing) -> Turn:
-        """Ask whether it is of a kind: its own, or, as often, one that another thing has at the same height."""
+        """Ask whether a thing is of a kind: its own, or equally often another thing's kind at the same height."""
         height, is_true = self._rng.integers(2), self._rng.random() < 0.5
         return kind_question(thing, height, is_true, self._kinds, self._wordnet, self._rng)
 
@@ -98,9 +98,9 @@ def which(nouns: list[str], rng: np.random.Generator) -> str:
 
 
 def quadruples(things: list[Thing], rounds: int, seed: int) -> list[tuple[Thing, str]]:
-    """Return things, each with a question for one of four nouns.
+    """Return things, each with a choice among four nouns.
 
-    Four things share each question and are its nouns: an answer without looking is correct for one of four.
+    The four things of a question share it, so an answer that ignores the image is correct for one of four.
     """
     rng, groups, found = np.random.default_rng(seed), list(by_group(things).values()), []
     for _ in range(rounds):

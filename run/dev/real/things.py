@@ -71,7 +71,7 @@ def _sources(share: Path) -> Iterator[tuple]:
 
 
 def _noun_of(names: list, wordnet: WordNet) -> tuple[str, str] | None:
-    """Return noun and sense of a title; where it has none, of the only keyword that is one."""
+    """Return noun and sense of a title or, if it ends in no noun, of the keywords if exactly one is a noun."""
     title, *keywords = names
     words = _LINKED.split(
         re.sub(r"([a-z])([A-Z])", r"\1 \2", re.sub(r"[(\[].*?[)\]]|[\d_#.,:;/&]+", " ", title)).lower()
@@ -91,7 +91,7 @@ def _read(job: tuple) -> Image.Image | None:
 
 
 def _groups(nouns: list[tuple[str, str]]) -> list[str]:
-    """Return a name for each noun and sense, the same for those linked by a sense or by a noun's last word."""
+    """Return a group name per (noun, sense). Nouns with a common sense or last word are in the same group."""
     parent: dict[str, str] = {}
 
     def root(node: str) -> str:

@@ -117,7 +117,7 @@ def _talk(scene, rng, num_turns):
 
 
 def choose_by_answer(questions, rng):
-    """Return one of the questions, with every answer equally likely: most existence questions have "no"."""
+    """Choose a question with every answer equally likely, because most existence questions have the answer "no"."""
     answers = sorted({q.answer for q in questions})
     wanted = answers[int(rng.integers(len(answers)))]
     questions = [q for q in questions if q.answer == wanted]

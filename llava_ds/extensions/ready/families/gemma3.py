@@ -1,5 +1,5 @@
 # B prompts, L tokens of the longest, D width of the language model
-"""Gemma 3: a square image through SigLIP; patches are averaged to a fixed number of tokens that see each other."""
+"""Gemma 3: a square image goes through SigLIP, and patches are averaged to a fixed number of tokens."""
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase

@@ -1,11 +1,11 @@
-# N cells of all images, of M x M patches each, P patches of them, p of one image, S side of a cell, C width of the
-# tower, D width of the language model, B prompts, L tokens of the longest prompt
-"""Gemma 4: images in their own shape, within a budget of tokens; cells of patches are averaged to tokens.
+# N cells of all images, M x M patches per cell, P patches of all images, p patches of one image, S side of a cell, C
+# width of the tower, D width of the language model, B prompts, L tokens of the longest prompt
+"""Gemma 4: images have about their original shape within a budget of tokens. A token averages a cell of patches.
 
-A tile is a cell of M x M patches; the tower's last step turns it into one feature. Some sizes have additional
-embeddings for every layer of the language model, and share keys and values between layers; in others the tokens of an
-image attend to each other, in layers with a window only. One size has experts beside the MLP of every layer. An audio
-tower is unused.
+A tile is a cell of M x M patches; the tower's last step turns it into one feature. In some model sizes, every layer of
+the language model has additional embeddings, and layers share keys and values. In others, the tokens of an image attend
+to each other, but only in layers with a window. One size has experts and an MLP in every layer. The audio tower is not
+used.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
     if text.use_bidirectional_attention == "all":
         raise ValueError("its text_config says use_bidirectional_attention all, but its attention has to be causal")
     expect(images, do_resize=True, do_rescale=True, do_convert_rgb=True)
-    # Other code reads a missing value as 0.5.
+    # A missing value is refused, because other code reads it as 0.5.
     scale = {name: images.get(name, "nothing") for name in ("image_mean", "image_std")}
     expect({**images, **scale}, image_mean=[0, 0, 0], image_std=[1, 1, 1])
     patch, merge = setting(images, "patch_size", PATCH), setting(images, "pooling_kernel_size", POOLING)
@@ -77,7 +77,7 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
 def _videos(
     config: PreTrainedConfig, tiling: BudgetTiling, images: dict, settings: dict, tokenizer: PreTrainedTokenizerBase
 ) -> VideoRule:
-    """Return the rule: a frame is an image with fewer tokens, preceded by its time."""
+    """Return the VideoRule: a frame is an image with fewer tokens, preceded by its time."""
     vision, token = config.vision_config, written_token(tokenizer, VIDEO_TOKEN)
     if tokenizer.convert_tokens_to_ids(token) != config.video_token_id:
         raise ValueError(f"config.json says video_token_id {config.video_token_id}, but that id is not {token}")
@@ -154,7 +154,7 @@ def _outer_inputs(
 
 
 def _features(tower: nn.Module, pixels: torch.Tensor, tower_inputs: dict) -> torch.Tensor:
-    """Encode cells (N, 3, S, S), in [0, 1], to (N, 1, C), by the tower's parts: its forward waits for the device."""
+    """Encode cells (N, 3, S, S) in [0, 1] to (N, 1, C). Calls the tower's parts, because its forward would sync."""
     patches = _patches(tower.config, pixels).flatten(0, 1)[None]  # (1, P, 3 * (S / M)^2)
     positions = tower_inputs["position_ids"].flip(1)[None]  # (1, P, 2): column and row
     padding = torch.zeros(positions.shape[:2], dtype=torch.bool, device=pixels.device)
@@ -185,7 +185,7 @@ def _shrink(config: PreTrainedConfig) -> None:
     for name, value in {**VISION, "num_key_value_heads": 2, "head_dim": 16}.items():
         setattr(vision, name, value)
     config.audio_config = None
-    config.audio_token_id = -1  # the copy has no such token
+    config.audio_token_id = -1  # the small copy has no audio token
 
 
 FAMILY = ReadyFamily(

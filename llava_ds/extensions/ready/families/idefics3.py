@@ -1,5 +1,5 @@
 # N tiles, S side of a tile, C width of the tower, D width of the language model, P features of a tile
-"""Idefics3, SmolVLM and SmolVLM 2: square tiles through a SigLIP for any shape, pixel shuffle, one matrix."""
+"""Idefics3, SmolVLM and SmolVLM 2: square tiles go through SigLIP, pixel shuffle and one matrix."""
 
 import dataclasses
 
@@ -55,14 +55,14 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
 def _videos(
     config: PreTrainedConfig, tiling: SplitTiling, images: dict, settings: dict, tokenizer: PreTrainedTokenizerBase
 ) -> VideoRule:
-    """Return SmolVLM's rule: a frame is a single overview tile, preceded by its time."""
+    """Return SmolVLM's VideoRule: a frame is a single overview tile, preceded by its time."""
     if config.model_type != "smolvlm":
         return no_videos()
     expect_frames(settings, images, do_normalize=True, do_pad=True)
     side = side_of({"max_image_size": {"longest_edge": VIDEO_SIDE}, **settings}, "max_image_size", "longest_edge")
     if side != tiling.side:
         raise ValueError(f"its video processor makes frames of {side} pixels, but tiles have {tiling.side}")
-    # This key has the choice of frames, and their default size.
+    # video_sampling has the number and rate of frames, and their default size.
     sampling = settings.get("video_sampling")
     sampling = sampling if isinstance(sampling, dict) else {}
     sizes = {"size": sampling.get("video_size", {"longest_edge": VIDEO_EDGE}), **settings}
@@ -82,7 +82,7 @@ def _videos(
 
 
 def _features(tower: nn.Module, pixels: torch.Tensor, _: dict) -> torch.Tensor:
-    """Encode (N, 3, S, S) to (N, patches, C), by its parts: with a mask, its forward waits for the device."""
+    """Encode (N, 3, S, S) to (N, patches, C). Calls the tower's parts, because its forward with a mask would sync."""
     patches = pixels.shape[-1] // tower.patch_size
     full = torch.ones(len(pixels), patches, patches, dtype=torch.bool, device=pixels.device)
     hidden = tower.embeddings(pixel_values=pixels, patch_attention_mask=full)

@@ -43,7 +43,7 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
     image_token, start, end = (token_of(tokenizer, getattr(tokenizer, name, None)) for name in _TOKENS)
     if tokenizer.convert_tokens_to_ids(image_token) != config.image_token_id:
         raise ValueError(f"config.json says image_token_id {config.image_token_id}, but that id is not {image_token}")
-    # InternVLProcessor always crops, whatever its image processor's crop_to_patches.
+    # InternVLProcessor always crops and ignores its image processor's crop_to_patches.
     least, most = setting(images, "min_patches", 1), setting(images, "max_patches", 12)
     if not 1 <= least <= most <= MAX_TILES:
         raise ValueError(f"its image processor says min_patches {least} and max_patches {most}")
@@ -54,7 +54,7 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
 def _videos(
     config: PreTrainedConfig, tiling: CanvasTiling, images: dict, settings: dict, tokenizer: PreTrainedTokenizerBase
 ) -> VideoRule:
-    """Return the rule: a frame is a tile, preceded by its number."""
+    """Return the VideoRule: a frame is one tile, preceded by its number."""
     token = written_token(tokenizer, getattr(tokenizer, "video_token", None))
     expect_frames(settings, images, do_normalize=True)
     sizes = {"size": {"height": VIDEO_SIDE, "width": VIDEO_SIDE}, **settings}

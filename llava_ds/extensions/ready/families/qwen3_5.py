@@ -40,7 +40,7 @@ class _Packed:
     def forward(
         self, cu_seqlens: torch.Tensor | None = None, lengths: tuple[int, ...] | None = None, **options: object
     ) -> BaseModelOutputWithPast:
-        """lengths: of the samples of a pack, on the host; other arguments as in varlen_attention and transformers."""
+        """lengths: tokens of each packed sample, on the host. For others see varlen_attention and transformers."""
         if cu_seqlens is not None:
             options |= {"cu_seqlens": cu_seqlens, "samples": Samples.of(lengths, cu_seqlens)}
         return super().forward(**options)

@@ -29,9 +29,9 @@ MERGERS = ("merger", "deepstack_merger_list")
 def _add_at_positions(
     self: nn.Module, hidden_states: torch.Tensor, visual_pos_masks: torch.Tensor, visual_embeds: torch.Tensor
 ) -> torch.Tensor:
-    """Add features at positions (M,) of all rows laid end to end.
+    """Add features at positions (M,), counted over all rows laid end to end.
 
-    transformers passes a mask instead, and the host would wait for it.
+    transformers passes a mask instead that would make the host wait for the device.
     """
     rows = hidden_states.flatten(0, 1).index_add(0, visual_pos_masks, visual_embeds.to(hidden_states.dtype))
     return rows.view_as(hidden_states)

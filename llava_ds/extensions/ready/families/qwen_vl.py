@@ -1,6 +1,6 @@
-# N cells of all images, of M x M patches each, T frames of a patch, C width of the tower, D of the language model,
-# K features of a cell: the first for the input sequence, the others for later layers
-"""The common part of Qwen-VL and Qwen3.5: images at their own size through a tower for complete images.
+# N cells of all images, M x M patches per cell, T frames of a patch, C tower width, D language-model width, K features
+# of a cell: the first for the input sequence, the others for later layers
+"""The common part of Qwen-VL and Qwen3.5: the tower encodes complete images at about their original size.
 
 A tile is a cell of M x M patches; the connector (Qwen's merger) turns it into one feature. transformers' tower contains
 the connector; here it is replaced by a module that concatenates a cell's patches.
@@ -41,9 +41,9 @@ VISION, TRUNK = "model.visual", "model.language_model"
 
 
 class CausalTrunk(PreTrainedModel):
-    """A language model that transformers has only inside the complete model, with its output layer.
+    """A language model with its output layer that transformers has only as a part of the complete model.
 
-    Subclasses set config_class, and trunk: the class of the model without the output layer.
+    Subclasses set config_class and trunk. trunk: the class of the model without the output layer.
     """
 
     trunk: type[PreTrainedModel]
@@ -88,7 +88,7 @@ def cell_tiles(
 ) -> TileSpec:
     """Return the cells of an image from its processor's settings.
 
-    window, table: as in CellTiling. Raises ValueError.
+    window, table: as in CellTiling. Raises ValueError for unsupported settings.
     """
     expect(images, do_resize=True, do_rescale=True, do_normalize=True, do_convert_rgb=True)
     vision = config.vision_config
@@ -113,7 +113,7 @@ def cell_tiles(
 def videos(
     config: PreTrainedConfig, tiling: CellTiling, images: dict, settings: dict, tokenizer: PreTrainedTokenizerBase
 ) -> VideoRule:
-    """Return the VideoRule of the video processor's settings; with a table, times are written between frames.
+    """Return the VideoRule from the video processor's settings. With a position table, times precede moments.
 
     Raises ValueError.
     """
@@ -157,7 +157,7 @@ def videos(
 
 
 def frame_bounds(videos: dict, stamps: bool) -> tuple[int, int]:
-    """Return the minimum and maximum pixels of a frame, or of a video with written times. Raises ValueError."""
+    """Return the minimum and maximum pixels of a frame, or with stamps of a video. Raises ValueError if invalid."""
     size = {**(VIDEO_PIXELS if stamps else FRAME_PIXELS), **(videos["size"] if is_size(videos) else {})}
     least, most = (setting(size, name, 1) for name in ("shortest_edge", "longest_edge"))
     if stamps:
@@ -183,7 +183,7 @@ def build_tower(kind: type[PreTrainedModel], config: PreTrainedConfig) -> nn.Mod
     # transformers' setter would look for this name on the hub.
     tower.config._attn_implementation = attention.register_for_towers()
     tower.merger = SideBySide(config.spatial_merge_size**2)
-    # As a matrix: its patches don't overlap, and the 3D convolution is slow (pytorch#166122).
+    # Replace the convolution by a matrix: patches don't overlap, and 3D convolutions are slow (pytorch#166122).
     tower.patch_embed.proj.forward = types.MethodType(_project_patches, tower.patch_embed.proj)
     return tower
 
@@ -202,7 +202,7 @@ def patches_of(config: PreTrainedConfig, pixels: torch.Tensor) -> torch.Tensor:
     patch = side // merge
     patches = pixels.reshape(n, channels, shown, merge, patch, merge, patch).permute(0, 3, 5, 1, 2, 4, 6)
     patches = patches.reshape(n * merge**2, channels, shown, patch, patch)
-    return patches.expand(-1, -1, frames, -1, -1).flatten(1)  # an image is repeated as every frame of its moment
+    return patches.expand(-1, -1, frames, -1, -1).flatten(1)  # an image is repeated for every frame of a patch
 
 
 def processed(config: PreTrainedConfig, pixels: torch.Tensor, layouts: Layouts) -> torch.Tensor:
