@@ -20,7 +20,7 @@ from llava_ds.data.cache import cache_scratch, put_in_place
 from llava_ds.runtime.ranks import print_first
 
 FACTS = "facts.json"
-UNUSED_S = 30 * 24 * 3600.0  # no process keeps arrays open for this long without opening them again
+UNUSED_S = 30 * 24 * 3600.0  # arrays that weren't opened for this long are deleted
 
 
 @dataclass(frozen=True)

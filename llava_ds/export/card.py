@@ -16,7 +16,7 @@ from llava_ds.runtime.redact import redact
 from llava_ds.tracking.run_files import read_run
 
 CARD = "README.md"
-MAX_BYTES = 2**20  # scores are added only to a card up to this size; cards written here have 5 kB
+MAX_BYTES = 2**20  # scores are added only to a card up to this size; cards written here are about 5 kB
 # Flags that a model card lists; none is a path.
 SHOWN = (
     "version", "mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature", "image_aspect_ratio",

@@ -209,7 +209,7 @@ class OutputLock:
                 if not lives:
                     return holder
             else:
-                os.utime(own)  # reads the file system's clock: this machine's may differ
+                os.utime(own)  # stamps it by the file system's clock: this machine's may differ
                 lives = renewed != first_time
                 if not lives and _renewed(own) - renewed > SILENT_S:
                     return holder

@@ -18,9 +18,10 @@ _STAMP = re.compile(r"([0-9a-f]{12})-(\d{1,10})-(\d{1,12})-")
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str, parent: Path) -> Iterator[Path]:
-    """Create a folder in `parent`, and delete it at the end of the block. Its name is the prefix and a process id.
+    """Create a folder in `parent`, and delete it at the end of the block. Its name begins with the prefix.
 
-    First deletes folders with this prefix that killed processes left. Raises OSError if the folder can't be created.
+    First deletes abandoned folders with this prefix: their process has ended, or nothing was written for a day. Raises
+    OSError if the folder can't be created.
     """
     _remove_leftovers(prefix, parent)
     own = Process.current()

@@ -22,7 +22,7 @@ class LossPlot:
         self.path, self.title = path, title
         self.steps, self.losses, self.rates = array("q"), array("d"), array("d")  # 24 bytes per step
         self.thread: threading.Thread | None = None
-        self.problem: str | None = None  # error of the last drawing
+        self.problem: str | None = None  # error from the last attempt to draw
         self.next_s = time.monotonic() + EVERY_S
         self._take(rows)
 

@@ -21,7 +21,7 @@ from llava_ds.files.reading import KINDS
 from llava_ds.files.urls import is_remote
 
 MAX_PATH_BYTES = 4096  # Linux's limit
-MAX_NAME = 255  # characters of a file's name, also Linux's limit
+MAX_NAME = 255  # characters; longer names that begin like base64 are taken for base64
 BASE64_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk")  # PNG, JPEG, GIF, WebP and BMP
 MAX_FILES_PER_RECORD = 10_000
 

@@ -15,7 +15,7 @@ from llava_ds.files.places import is_file, join, open_data, relative_to
 
 TRAIN = "train"
 MAX_README_BYTES = 4 << 20
-# Names of splits for which datasets has no keyword, and common prefixes and suffixes of keywords.
+# Names of splits for which the datasets library has no keyword, and common prefixes and suffixes of keywords.
 HELD_OUT = ("holdout", "heldout", "validate", "benchmark")
 AFFIXES = (
     "", "a", "b", "c", "mini", "small", "tiny", "full", "set", "split", "std", "public", "private", "hard", "all",

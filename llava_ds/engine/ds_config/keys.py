@@ -62,7 +62,7 @@ UNSUPPORTED = {
     "gradient_allreduce_op": (("mean",), "the loss is divided by the tokens of all ranks and needs their mean"),
     "managed_gradient_accumulation": ((True,), "the loop steps the engine after every micro-batch"),
     "use_data_before_expert_parallelism": ((False,), "the ranks that share experts are always consecutive"),
-    # Names that other trainers use. DeepSpeed would ignore them.
+    # Names that other trainers use, and keys of DeepSpeed that have no place in a training JSON.
     **{name: ((), "it follows from the ranks that are started and from the other axes") for name in _RANKS},
     **{
         name: ((), 'write "bf16": {{"enabled": true}}, or "fp16" instead, or omit both for fp32')

@@ -117,7 +117,7 @@ class Benchmark:
 
 
 def value_of(record: dict, names: str) -> object:
-    """Return a record's value under the first of several names, separated by |, that it has; None if it has none."""
+    """Return a record's value for the first of the names (separated by |) whose value isn't None, or None."""
     return next((record[name] for name in names.split("|") if record.get(name) is not None), None)
 
 

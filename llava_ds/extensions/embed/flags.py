@@ -1,4 +1,4 @@
-"""Flags of embeddings."""
+"""Flags for training embeddings."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class Flags(ExtensionFlags):
-    """Flags of embeddings."""
+    """Flags for training embeddings."""
 
     of_model: ClassVar = True
     numbers: ClassVar = {

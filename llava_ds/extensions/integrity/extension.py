@@ -15,7 +15,7 @@ from llava_ds.runtime.waiting import waiting
 from llava_ds.train.hooks import log_lag_steps
 
 SLOW = 1.5  # a rank is slow if its time per token exceeds this multiple of the median rank's
-SLOW_STEPS = 8  # number of latest steps by which speed is judged
+SLOW_STEPS = 8  # speed is judged over this many of the latest steps
 SLOW_FIRST = 3  # ignore the first steps after a start, in which caches fill and kernels are chosen
 MOST_NAMED = 3  # maximum number of parameters named in a message
 

@@ -68,7 +68,7 @@ def smallest_change(run: Run, gpu_memory: float) -> Run | None:
 
 
 def describe_change(run: Run, other: Run) -> str:
-    """Name the settings that change one run to another."""
+    """List the settings that turn one run into another."""
     changes = []
     if other.setup.num_gpus != run.setup.num_gpus:
         changes.append(_num_ranks(other.setup))

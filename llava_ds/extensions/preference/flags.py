@@ -43,7 +43,7 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Flags(ExtensionFlags):
-    """Flags of preferences."""
+    """Flags for preference training."""
 
     other_names: ClassVar = {"--loss_type": "--pref_loss", "--beta": "--dpo_beta --pref_beta"}
     numbers: ClassVar = {

@@ -198,7 +198,7 @@ def _read_prompts(model: LlavaModel, prompts: list[LoadedSample], rules: DrawRul
     options = {}
     if deeper:
         rows = torch.arange(len(prompts), device=device).repeat_interleave(torch.tensor(lengths, device=device))
-        shift = (missing.cumsum(0))[rows]  # padding before each token, over all prompts
+        shift = (missing.cumsum(0))[rows]  # padding tokens before each token of the flattened batch
         positions = batch.placing.positions
         options = model.vision_tower.deeper_options(positions + shift[positions], deeper)
     for name, rows in model.layer_inputs(batch.input_ids, batch.placing.positions).items():
