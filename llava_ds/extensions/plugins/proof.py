@@ -191,8 +191,9 @@ class Trial:
 
     def _again(self) -> Sums:
         """Compute the pack again with another random seed."""
-        torch.manual_seed(1)  # this seed also affects later code, but a run seeds itself again
-        return self._run(self.batches[0])
+        with torch.random.fork_rng([self.ranks.device] if self.ranks.device.type == "cuda" else []):
+            torch.manual_seed(1)
+            return self._run(self.batches[0])
 
     def difference(self, packed: Sums, alone: Sums) -> tuple[str, float, float] | None:
         """Return the name and both values of a number or gradient norm that differs."""

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from llava_ds.data.collate import collate
 from llava_ds.extensions.plugins.hidden_loss import HiddenLoss
 from llava_ds.extensions.plugins.isolation import Isolation, Owners, watching
+from llava_ds.extensions.plugins.proof import Trial
 from llava_ds.model import attention
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.projector import build_projector
@@ -154,3 +156,13 @@ def test_samples_that_are_not_end_to_end_are_not_compared():
     assert Owners.of(collate(samples_of(LENGTHS[:2]), OPTIONS), [other, one]) is None
     text = collate(samples_of(LENGTHS)[4:], OPTIONS)
     assert Owners.of(text, [text]).tiles.tolist() == [-1]
+
+
+def test_a_second_pass_leaves_the_runs_random_numbers_alone():
+    trial = SimpleNamespace(
+        ranks=SimpleNamespace(device=torch.device("cpu")), batches=[None], _run=lambda _: torch.rand(3)
+    )
+    before = torch.get_rng_state()
+    drawn = Trial._again(trial)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(drawn, torch.rand(3))
