@@ -49,9 +49,11 @@ def test_nothing_grows(tmp_path, monkeypatch, kind):
         looks = json.loads((tmp_path / f"soak-{rank}.json").read_text())
         late = looks[len(looks) // 4 :]
         assert len(late) >= 15, "the run was too short to be looked at"
-        growth, error = trend([look["step"] for look in late], [look["in use"] for look in late])
+        used = [look["in use"] for look in late]
+        growth, error = trend([look["step"] for look in late], used)
         print(f"\n{kind} rank {rank}: {growth:.0f} ± {error:.0f} bytes a step; {late[0]} to {late[-1]}")
         assert error < MOST_ERROR and growth - 2 * error < MOST_GROWTH
+        assert (np.diff(used) > 2**20).sum() <= 2, "memory that is kept now and then, not once"
         half = len(late) // 2
         for key in ("files", "threads", "children"):  # one kept at every save would be half more
             assert min(look[key] for look in late[half:]) < min(look[key] for look in late[:half]) + half / 2, key
