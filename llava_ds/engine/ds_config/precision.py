@@ -27,7 +27,7 @@ def resolve_precision(draft: Draft) -> None:
             draft.refuse('torch_autocast.dtype is float16 with bf16.enabled: write "bfloat16", or bf16 false')
     elif len(on) > 1:
         both = " and ".join(f"{name}.enabled" for name in on)
-        draft.refuse(f"{both} are both true: choose one")
+        draft.refuse(f"{both} are {'both' if len(on) == 2 else 'all'} true: choose one")
     if fp16 is True and bf16 is not True and draft.device_type == "cpu":
         draft.refuse("fp16 is on, but there is no GPU and DeepSpeed trains in float16 on GPUs only: use --bf16 or fp32")
     elif fp16 is True and not draft.get("zero_optimization.stage"):

@@ -163,7 +163,7 @@ def side_of(settings: dict, name: str, *keys: str) -> int:
 def token_of(tokenizer: PreTrainedTokenizerBase, token: object) -> str:
     """Return a token from a configuration. Raises ValueError if the tokenizer lacks it."""
     if not isinstance(token, str) or token not in tokenizer.get_vocab():
-        raise ValueError(f"its tokenizer has no token {token!r}, but its processor writes it around images")
+        raise ValueError(f"its tokenizer has no token {token!r}, but its processor writes it")
     return token
 
 
